@@ -25,6 +25,7 @@ from lightning_offload.graph.catalog import device_spec
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.plugins import data_parallel
 from lightning_offload.runtime.spill_file import SpillFile
+from lightning_offload.user_cache import cache_folder
 from tests.adapters.conftest import no_accelerator_state as no_accelerator_state
 from tests.cli.running import SMALL
 from tests.graph.building import DEVICE
@@ -148,7 +149,7 @@ def test_what_is_remembered_is_nobody_elses(tmp_path: Path, monkeypatch: pytest.
     assert mode_of(path) == 0o600
     json.loads(path.read_text())
     monkeypatch.setenv("LIGHTNING_OFFLOAD_CACHE", "")
-    assert spec_cache.cache_folder() is None
+    assert cache_folder() is None
 
 
 def test_files_that_were_asked_for_follow_the_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

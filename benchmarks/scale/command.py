@@ -19,25 +19,10 @@ from benchmarks.scale.gradients import BUCKET_BYTES, gradients_of
 from benchmarks.scale.interconnects import Interconnect, interconnect, usual_interconnects
 from lightning_offload.cli.commands import EPILOG
 from lightning_offload.cli.max_batch import LAUNCH_SECONDS
-from lightning_offload.cli.options import (
-    BatchSizeOption,
-    BudgetOption,
-    DeviceOption,
-    DtypeOption,
-    HostBudgetOption,
-    InputDtypeOption,
-    InputOption,
-    JsonOption,
-    KeepOption,
-    LossOption,
-    OptimizerOption,
-    PolicyOption,
-    PrecisionOption,
-    TargetArgument,
-)
+from lightning_offload.cli.options import JsonOption, PlanOptions, planning
 from lightning_offload.cli.output import console, progress, say, write_json
 from lightning_offload.cli.plan import planned, state_of
-from lightning_offload.cli.setting import Checked, PlanOptions, check_options
+from lightning_offload.cli.setting import Checked, check_options
 from lightning_offload.errors import BudgetError, UnsupportedError
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.report.plan_view import overhead, predictions
@@ -104,20 +89,9 @@ def build_app() -> typer.Typer:
     return app
 
 
+@planning(without=("chunked_loss", "accumulate"))
 def _scale(
-    target: TargetArgument,
-    inputs: InputOption = None,
-    input_dtype: InputDtypeOption = None,
-    batch_size: BatchSizeOption = 64,
-    budget: BudgetOption = None,
-    host_budget: HostBudgetOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = "float32",
-    precision: PrecisionOption = None,
-    loss: LossOption = None,
-    optimizer: OptimizerOption = None,
-    policy: PolicyOption = "auto",
-    keep: KeepOption = None,
+    options: PlanOptions,
     devices: Annotated[
         str, typer.Option(metavar="N,N,...", help="How many devices train, ascending; dots go on by the same ratio.")
     ] = "1,2,4,...,1024",
@@ -169,20 +143,17 @@ def _scale(
         bucket_bytes=None if bucket_size is None else _bucket_bytes(bucket_size),
         overlap=not no_overlap,
     )
-    options = PlanOptions(
-        target=target, inputs=tuple(inputs or ()), input_dtype=input_dtype, batch_size=batch_size, budget=budget,
-        host_budget=host_budget, device=device, dtype=dtype, precision=precision, loss=loss, optimizer=optimizer,
-        policy=policy, keep=tuple(keep or ()),
-    )  # fmt: skip
     checked = check_options(options)  # imports the model, so it is last
-    with progress(f"capturing a step of {target}") as tell:
-        captured = checked.workload.capture(batch_size, checked.device)
+    with progress(f"capturing a step of {options.target}") as tell:
+        captured = checked.workload.capture(options.batch_size, checked.device)
         gradient_bytes = sum(gradient.num_bytes for gradient in gradients_of(captured.graph))
         graph = dataclasses.replace(captured.graph, extra_bytes=captured.graph.extra_bytes + gradient_bytes)
         captured = dataclasses.replace(captured, graph=graph)
         tell(f"planning {len(graph.ops)} ops")
         plan = planned(checked, graph)
-        profile = profile_step(graph, plan, checked.device, batch_size=batch_size, bucket_bytes=asked.bucket_bytes)
+        profile = profile_step(
+            graph, plan, checked.device, batch_size=options.batch_size, bucket_bytes=asked.bucket_bytes
+        )
         profile = profile.lasting(max(profile.step_seconds, LAUNCH_SECONDS * len(graph.ops)))
         cluster = asked.cluster(checked.device.name)
         rows = scaling(

@@ -21,8 +21,7 @@ from benchmarks.results import result_path
 from benchmarks.tuner.records import Record
 from lightning_offload.callbacks.tuning.result import curve_of
 from lightning_offload.errors import UnsupportedError
-from lightning_offload.report.tuning_picture import save_tuning_png
-from lightning_offload.report.tuning_plot import TuningCurve, TuningPoint, save_tuning_html
+from lightning_offload.report.tuning_plot import TuningCurve, TuningPoint, save_tuning_html, save_tuning_png
 
 __all__ = ["PICTURES_FOLDER", "curve", "draw", "main", "picture_name"]
 

@@ -57,8 +57,8 @@ def tell(tensor: Tensor, value: Tensor | None) -> None:
         setattr(tensor, _ATTRIBUTE, (value, _version(tensor)))
 
 
-class KnownValues(TorchDispatchMode):
-    """Computes values beside fake tensors; to be entered inside of a fake mode, and outside of what records."""
+class BesideFakes(TorchDispatchMode):
+    """A mode to be entered inside of a fake mode, and outside of what records."""
 
     supports_higher_order_operators = True
 
@@ -69,6 +69,10 @@ class KnownValues(TorchDispatchMode):
     @override
     def is_infra_mode(cls) -> bool:
         return True
+
+
+class KnownValues(BesideFakes):
+    """Computes values beside fake tensors."""
 
     @override
     def __torch_dispatch__(

@@ -13,7 +13,6 @@ C++ knows of, are in no live scan.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import itertools
 import time
@@ -52,7 +51,8 @@ def live_storages(device: torch.device) -> LiveStorages:
 def live_tensors(device: torch.device) -> Iterator[Tensor]:
     """The tensors on a device that Python knows of, on memory that torch allocated; cf. :func:`live_storages`."""
     device = indexed(device)
-    for item in itertools.chain(_tracked_tensors(), _aside.tensors()):
+    aside = (tensor for tensor in (reference() for reference in _aside) if tensor is not None)
+    for item in itertools.chain(_tracked_tensors(), aside):
         is_there = False
         # A wrapper that outlived its transform, or a subclass, may refuse to tell: it ends no training.
         with contextlib.suppress(Exception), torch._C.DisableTorchFunction():
@@ -69,17 +69,8 @@ def _tracked_tensors() -> Iterable[Tensor]:
     return itertools.compress(objects, map(types.__contains__, map(type, objects)))
 
 
-@dataclasses.dataclass(slots=True)
-class _Aside:
-    """Tensors among what :func:`heap_set_aside` has frozen."""
-
-    references: list[weakref.ref[Tensor]] = dataclasses.field(default_factory=list)
-
-    def tensors(self) -> Iterator[Tensor]:
-        return (tensor for tensor in (reference() for reference in self.references) if tensor is not None)
-
-
-_aside = _Aside()
+_aside: list[weakref.ref[Tensor]] = []
+"""Tensors among what :func:`heap_set_aside` has frozen."""
 
 
 @contextlib.contextmanager
@@ -94,13 +85,13 @@ def heap_set_aside() -> Iterator[None]:
         return
     gc.collect()
     with torch._C.DisableTorchFunction():
-        _aside.references = [weakref.ref(tensor) for tensor in _tracked_tensors()]
+        _aside.extend(weakref.ref(tensor) for tensor in _tracked_tensors())
     gc.freeze()
     try:
         yield
     finally:
         gc.unfreeze()
-        _aside.references = []
+        _aside.clear()
 
 
 class LiveScanClock:

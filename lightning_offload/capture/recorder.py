@@ -42,7 +42,7 @@ from lightning_offload.capture.module_names import ModuleNames
 from lightning_offload.capture.timing import HostClock, OpClock, clock_for
 from lightning_offload.capture.witness import Witness
 from lightning_offload.capture.workspace import OpMemory, Workspaces, tries_algorithms, workspaces_on
-from lightning_offload.graph.step_graph import MadeGradient, Op, Save, StepGraph, Storage, Value
+from lightning_offload.graph.step_graph import MadeGradient, Op, Phase, Save, StepGraph, Storage, Value
 from lightning_offload.tensors import compiled_code, custom_ops
 from lightning_offload.tensors.custom_ops import Standing
 from lightning_offload.tensors.op_facts import (
@@ -68,7 +68,7 @@ class _Row(NamedTuple):
 
     name: str
     module: str
-    in_backward: bool
+    phase: Phase
     tick: int
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -77,18 +77,7 @@ class _Row(NamedTuple):
     unreplayed: tuple[int, ...]
 
     def op(self, seconds: float) -> Op:
-        return Op(
-            name=self.name,
-            module=self.module,
-            phase="backward" if self.in_backward else "forward",
-            tick=self.tick,
-            seconds=seconds,
-            inputs=self.inputs,
-            outputs=self.outputs,
-            replayable=self.replayable,
-            workspace_bytes=self.workspace_bytes,
-            unreplayed=self.unreplayed,
-        )
+        return Op(seconds=seconds, **self._asdict())
 
 
 class _Lifetimes:
@@ -262,7 +251,7 @@ class Recorder(LiveBytes):
             _Row(
                 facts.name,
                 self._backward_module if in_backward else self._modules.current(),
-                in_backward,
+                "backward" if in_backward else "forward",
                 tick,
                 tuple(dict.fromkeys(inputs)) if len(inputs) > 1 else tuple(inputs),  # each once
                 tuple(outputs),
@@ -528,7 +517,7 @@ class Recorder(LiveBytes):
 
     def all_reduced(self) -> dict[int, weakref.ref[torch.UntypedStorage]]:
         """Those of them that backward all-reduces, by identity."""
-        ops = [op for op in self._ops if op.in_backward and op.name.startswith(ALL_REDUCE)]
+        ops = [op for op in self._ops if op.phase == "backward" and op.name.startswith(ALL_REDUCE)]
         reduced = {self._value_storage[value] for op in ops for value in op.inputs}
         return {key: self._live[key] for key in self.persistent_ids() if self._live[key].index in reduced}
 

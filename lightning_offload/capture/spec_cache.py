@@ -24,13 +24,10 @@ from typing import Any
 import torch
 
 from lightning_offload.accelerators import DeviceKind, kind_of, name_of
-from lightning_offload.capture.observed import Observed, updated
 from lightning_offload.errors import PlanError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.files import read_file
 from lightning_offload.user_cache import cache_folder
-
-__all__ = ["MAX_AGE_SECONDS", "Observed", "SpecKey", "cache_folder", "key_for", "load", "store", "updated"]
 
 _log = logging.getLogger(__name__)
 _SUFFIX = ".device.json"

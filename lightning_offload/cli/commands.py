@@ -8,24 +8,7 @@ from typing import Annotated
 import typer
 
 from lightning_offload._version import __version__
-from lightning_offload.cli.options import (
-    AccumulateOption,
-    BatchSizeOption,
-    BudgetOption,
-    ChunkedLossOption,
-    DeviceOption,
-    DtypeOption,
-    HostBudgetOption,
-    InputDtypeOption,
-    InputOption,
-    JsonOption,
-    KeepOption,
-    LossOption,
-    OptimizerOption,
-    PolicyOption,
-    PrecisionOption,
-    TargetArgument,
-)
+from lightning_offload.cli.options import JsonOption, PlanOptions, planning
 from lightning_offload.cli.output import say
 
 EPILOG = (
@@ -87,22 +70,9 @@ def _demo(
         raise typer.Exit(code)
 
 
+@planning()
 def _plan(
-    target: TargetArgument,
-    inputs: InputOption = None,
-    input_dtype: InputDtypeOption = None,
-    batch_size: BatchSizeOption = 64,
-    budget: BudgetOption = None,
-    host_budget: HostBudgetOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = "float32",
-    precision: PrecisionOption = None,
-    loss: LossOption = None,
-    chunked_loss: ChunkedLossOption = None,
-    optimizer: OptimizerOption = None,
-    accumulate: AccumulateOption = 1,
-    policy: PolicyOption = "auto",
-    keep: KeepOption = None,
+    options: PlanOptions,
     output: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Write the plan, for MemoryPlugin(plan=FILE). [default: nothing is written]"),
@@ -126,35 +96,17 @@ def _plan(
     The loss is the model's own, if it returns one, else the sum of its outputs.
     """
     from lightning_offload.cli.plan import Outputs, plan_step
-    from lightning_offload.cli.setting import PlanOptions
     from lightning_offload.graph.files import sibling_graph
 
     plan_path = Path(output) if output else None
     default = sibling_graph(plan_path) if plan_path is not None else None
     graph_path = default if graph is None else Path(graph) if graph else None
-    options = PlanOptions(
-        target=target, inputs=tuple(inputs or ()), input_dtype=input_dtype, batch_size=batch_size, budget=budget,
-        host_budget=host_budget, device=device, dtype=dtype, precision=precision, loss=loss,
-        chunked_loss=chunked_loss, optimizer=optimizer, accumulate=accumulate, policy=policy,
-        keep=tuple(keep or ()),
-    )  # fmt: skip
     plan_step(options, Outputs(plan=plan_path, graph=graph_path, report=report, trace=trace), as_json=as_json)
 
 
+@planning(without=("batch_size", "accumulate"))
 def _max_batch(
-    target: TargetArgument,
-    inputs: InputOption = None,
-    input_dtype: InputDtypeOption = None,
-    budget: BudgetOption = None,
-    host_budget: HostBudgetOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = "float32",
-    precision: PrecisionOption = None,
-    loss: LossOption = None,
-    chunked_loss: ChunkedLossOption = None,
-    optimizer: OptimizerOption = None,
-    policy: PolicyOption = "auto",
-    keep: KeepOption = None,
+    options: PlanOptions,
     limit: Annotated[int, typer.Option(metavar="N", help="The largest batch size to try.")] = 1 << 16,
     tolerance: Annotated[
         float, typer.Option(metavar="SHARE", help="Throughput that the efficient batch size may lose.")
@@ -166,58 +118,30 @@ def _max_batch(
 ) -> None:
     """Find the largest batch that fits, and the smallest that trains about as fast as any."""
     from lightning_offload.cli.max_batch import max_batch
-    from lightning_offload.cli.setting import PlanOptions
 
-    options = PlanOptions(
-        target=target, inputs=tuple(inputs or ()), input_dtype=input_dtype, budget=budget, host_budget=host_budget,
-        device=device, dtype=dtype, precision=precision, loss=loss,
-        chunked_loss=chunked_loss, optimizer=optimizer, policy=policy, keep=tuple(keep or ()),
-    )  # fmt: skip
     max_batch(options, limit=limit, tolerance=tolerance, only_max=only_max, as_json=as_json)
 
 
-def _compare(
-    target: TargetArgument,
-    inputs: InputOption = None,
-    input_dtype: InputDtypeOption = None,
-    batch_size: BatchSizeOption = 64,
-    budget: BudgetOption = None,
-    host_budget: HostBudgetOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = "float32",
-    precision: PrecisionOption = None,
-    loss: LossOption = None,
-    chunked_loss: ChunkedLossOption = None,
-    optimizer: OptimizerOption = None,
-    keep: KeepOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@planning(without=("accumulate", "policy"))
+def _compare(options: PlanOptions, as_json: JsonOption = False) -> None:
     """Plan with every policy and show the results side by side."""
     from lightning_offload.cli.compare import compare
-    from lightning_offload.cli.setting import PlanOptions
 
-    options = PlanOptions(
-        target=target, inputs=tuple(inputs or ()), input_dtype=input_dtype, batch_size=batch_size, budget=budget,
-        host_budget=host_budget, device=device, dtype=dtype, precision=precision, loss=loss,
-        chunked_loss=chunked_loss, optimizer=optimizer, keep=tuple(keep or ()),
-    )  # fmt: skip
     compare(options, as_json=as_json)
 
 
+@planning(only=("target", "inputs", "input_dtype", "batch_size", "device", "dtype"))
 def _explain(
     plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan, as `plan --output` writes it.")],
     graph: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="The step that it is for. [default: beside the plan, as plan.graph.json]"),
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(metavar="MODULE:ATTRIBUTE", help="Capture the step again, of this model.")
+    target: Annotated[
+        str | None, typer.Option("--model", metavar="MODULE:ATTRIBUTE", help="Capture the step again, of this model.")
     ] = None,
-    inputs: InputOption = None,
-    input_dtype: InputDtypeOption = None,
-    batch_size: BatchSizeOption = 64,
-    device: DeviceOption = None,
-    dtype: DtypeOption = "float32",
+    *,
+    options: PlanOptions,
     show_all: Annotated[
         bool, typer.Option("--all", help="List each module and storage, not groups of modules and the costliest.")
     ] = False,
@@ -228,20 +152,13 @@ def _explain(
     With its step, also what sets the smallest feasible budget and what would lower it, predicted.
     """
     from lightning_offload.cli.explain import explain
-    from lightning_offload.cli.setting import PlanOptions
     from lightning_offload.errors import UnsupportedError
 
-    if model is None and inputs:
+    if target is None and options.inputs:
         raise UnsupportedError("--input means nothing without --model: leave it out, or give the model")
-    if model is not None and graph is not None:
+    if target is not None and graph is not None:
         raise UnsupportedError("--graph and --model both give the step: leave one out")
-    options = None
-    if model is not None:
-        options = PlanOptions(
-            target=model, inputs=tuple(inputs or ()), input_dtype=input_dtype, batch_size=batch_size, device=device,
-            dtype=dtype,
-        )  # fmt: skip
-    explain(plan, graph, options, device_name=device, dtype=dtype, is_whole=show_all, as_json=as_json)
+    explain(plan, graph, options, has_model=target is not None, is_whole=show_all, as_json=as_json)
 
 
 def _devices(as_json: JsonOption = False) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lightning_offload.cli.options import PlanOptions
 from lightning_offload.cli.output import console, progress, say, write_json
 from lightning_offload.cli.plan import planned, state_of
-from lightning_offload.cli.setting import Checked, PlanOptions, check_options, kept_storages
+from lightning_offload.cli.setting import Checked, check_options, kept_storages
 from lightning_offload.report.plan_view import PolicyOutcome, compare_policies
 from lightning_offload.report.tables import comparison_table
 

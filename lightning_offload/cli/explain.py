@@ -11,9 +11,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from lightning_offload.cli.options import PlanOptions
 from lightning_offload.cli.output import console, note, progress, say, write_json
 from lightning_offload.cli.plan import NUM_SHOWN
-from lightning_offload.cli.setting import Checked, PlanOptions, check_options, find_device
+from lightning_offload.cli.setting import Checked, check_options, find_device
 from lightning_offload.errors import PlanError
 from lightning_offload.graph.catalog import check_dtype
 from lightning_offload.graph.device_spec import DeviceSpec
@@ -44,10 +45,9 @@ from lightning_offload.report.tables import (
 def explain(
     path: Path,
     graph_path: Path | None,
-    options: PlanOptions | None,
+    options: PlanOptions,
     *,
-    device_name: str | None = None,
-    dtype: str = "float32",
+    has_model: bool,
     is_whole: bool = False,
     as_json: bool,
 ) -> None:
@@ -56,9 +56,9 @@ def explain(
     Args:
         path: The plan.
         graph_path: Its step; None to look beside the plan.
-        options: The model to capture its step of; None for none.
-        device_name: The device that the plan is for, where no model is given; None to predict no times.
-        dtype: What is computed in, which that device's rates depend on.
+        options: The model to capture its step of; without one the device that the plan is for, None to predict no
+            times, and what is computed in, which that device's rates depend on.
+        has_model: Whether there is one.
         is_whole: Whether to list each module and storage, not groups and the costliest.
         as_json: Whether to print JSON in place of tables; it has them all.
 
@@ -67,15 +67,17 @@ def explain(
         OffloadError: An option is wrong.
     """
     plan = MemoryPlan.from_json(_read(path, "plan"))
-    checked = check_options(options) if options is not None else None
+    checked = check_options(options) if has_model else None
     graph = _graph_of(plan, path, graph_path, checked)
     finding: FloorFinding | None = None
     if graph is not None:
         plan.check(graph)
         if checked is not None:
             device: DeviceSpec | None = checked.device
+        elif options.device is not None:
+            device = find_device(options.device, check_dtype(options.dtype))
         else:
-            device = find_device(device_name, check_dtype(dtype)) if device_name is not None else None
+            device = None
         finding = _finding(plan, graph, device, checked)
     if as_json:
         write_json(_payload(plan, graph, finding))

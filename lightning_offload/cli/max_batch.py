@@ -16,9 +16,10 @@ import dataclasses
 from typing import Any
 
 from lightning_offload.cli.batch_search import largest_from, largest_within, most_efficient, smallest_within
+from lightning_offload.cli.options import PlanOptions
 from lightning_offload.cli.output import Tell, console, progress, say, write_json
 from lightning_offload.cli.plan import planned
-from lightning_offload.cli.setting import Checked, PlanOptions, check_options, kept_storages
+from lightning_offload.cli.setting import Checked, check_options, kept_storages
 from lightning_offload.errors import BudgetInfeasibleError, TuningError, UnsupportedError
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_offload import report
+from lightning_offload.cli.options import PlanOptions
 from lightning_offload.cli.output import check_writable, console, progress, say, write_file, write_json
-from lightning_offload.cli.setting import Checked, PlanOptions, check_options, kept_storages
+from lightning_offload.cli.setting import Checked, check_options, kept_storages
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
@@ -18,7 +19,8 @@ from lightning_offload.planning.planner import plan as make_plan
 from lightning_offload.report.files import check_path
 from lightning_offload.report.html import plotly_script
 from lightning_offload.report.plan_view import Stored, action_bytes, costliest, predictions, stored_in, verdict
-from lightning_offload.report.tables import action_rows, prediction_rows, size, storages_table, two_columns
+from lightning_offload.report.tables import action_rows, prediction_rows, storages_table, two_columns
+from lightning_offload.units import format_bytes
 
 if TYPE_CHECKING:
     from lightning_offload.cli.workload import Captured
@@ -105,8 +107,8 @@ def _print(checked: Checked, captured: Captured, plan: MemoryPlan, saved: Sequen
     title += f": {verdict(plan, options.budget)}"
     say(title, style="bold")
     state = (
-        f"{size(graph.persistent_bytes)} (parameters {size(captured.parameter_bytes)}, "
-        f"{checked.workload.loop.optimizer} state {size(captured.optimizer_bytes)})"
+        f"{format_bytes(graph.persistent_bytes)} (parameters {format_bytes(captured.parameter_bytes)}, "
+        f"{checked.workload.loop.optimizer} state {format_bytes(captured.optimizer_bytes)})"
     )
     step = f"{len(graph.ops):,} ops, {len(saved):,} saved storages"
     rows = [

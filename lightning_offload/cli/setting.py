@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_offload.cli.options import PlanOptions
 from lightning_offload.cli.output import note
 from lightning_offload.errors import BudgetError, PlanError, UnsupportedError
 from lightning_offload.graph import catalog
@@ -23,29 +24,8 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """What a planning command was given; cf. the options' help."""
-
-    target: str
-    inputs: tuple[str, ...] = ()
-    input_dtype: str | None = None
-    batch_size: int = 64
-    budget: str | None = None
-    host_budget: str | None = None
-    device: str | None = None
-    dtype: str = "float32"
-    precision: str | None = None
-    accumulate: int = 1
-    loss: str | None = None
-    chunked_loss: str | None = None
-    optimizer: str | None = None
-    policy: str = "auto"
-    keep: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """The same, understood.
+    """Options of a step to plan, understood.
 
     Attributes:
         options: As they were given.
@@ -69,7 +49,7 @@ class Checked:
         """What was asked for, for JSON."""
         return {
             "target": self.options.target,
-            "inputs": list(self.options.inputs),
+            "inputs": list(self.options.inputs or ()),
             "batch_size": self.options.batch_size,
             "dtype": catalog.check_dtype(self.options.dtype),
             "precision": self.options.precision,
@@ -130,7 +110,7 @@ def _workload(options: PlanOptions, dtype: catalog.DType) -> Workload:
         raise UnsupportedError(f"--optimizer {options.optimizer!r} is not known: choose one of {known}")
     autocast, loss = loop.parse_precision(options.precision), loop.parse_loss(options.loss)
     input_dtype = parse_dtype(options.input_dtype, "--input-dtype") if options.input_dtype is not None else None
-    inputs = parse_inputs(options.inputs)
+    inputs = parse_inputs(options.inputs or ())
     target = find_target(options.target)
     chunked_loss = options.chunked_loss or False
     own = loop.CONFIGURED if loop.is_configured(target.found) else loop.USUAL
@@ -198,12 +178,13 @@ def _budget(option: str, text: str | None, device_bytes: int | None) -> int | No
         raise BudgetError(f"{option}: {error}") from None
 
 
-def kept_storages(graph: StepGraph, patterns: Sequence[str]) -> frozenset[int]:
-    """Storages saved by modules whose names match a pattern.
+def kept_storages(graph: StepGraph, patterns: Sequence[str] | None) -> frozenset[int]:
+    """Storages saved by modules whose names match a pattern; none without patterns.
 
     Raises:
         UnsupportedError: A pattern matches no module that saves anything.
     """
+    patterns = patterns or ()
     modules = {save.module for save in graph.saves}
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(module, pattern) for module in modules):

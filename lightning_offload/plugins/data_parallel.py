@@ -21,7 +21,7 @@ averaged over backward they get what is left, ``1 - all-reduce / backward``. Cop
 where there is no all-reduce, and keep their rate. Over NVLink, and on a CPU, nothing is shared.
 
 Known shortfall: the network of several nodes is not told from PCIe; where its cards have links of their own, plans
-are too careful. What measured steps show of a link (``capture.observed``) is true of the shared link already.
+are too careful. What measured steps show of a link (``plugins.link_rates``) is true of the shared link already.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def _measured_spec(device: torch.device, tiers: Tiers, *, with_disk: bool) -> tu
 def _measured_by(device: torch.device, tiers: Tiers, num_bytes: int, *, with_disk: bool) -> tuple[int, DeviceSpec]:
     disk_bytes = min(num_bytes, _LINK_BLOCK_BYTES)
     try:
-        with _transfers(device, tiers, num_bytes, with_disk=with_disk, disk_bytes=disk_bytes) as transfers:
+        with _transfers(tiers, num_bytes, with_disk=with_disk, disk_bytes=disk_bytes) as transfers:
             return num_bytes, measure_device(device, num_bytes=num_bytes, disk_bytes=disk_bytes, **transfers)
     finally:
         memory = memory_of(device)
@@ -134,7 +134,7 @@ def measure_rates(
     """
     tiers = tiers_for(device, disk=DiskPool(spill_dir) if spill_dir is not None else None)
     try:
-        with _transfers(device, tiers, num_bytes, with_disk=spill_dir is not None) as transfers:
+        with _transfers(tiers, num_bytes, with_disk=spill_dir is not None) as transfers:
             return measure_transfers(device, num_bytes=num_bytes, **transfers)  # type: ignore[arg-type]
     finally:
         tiers.close()
@@ -142,7 +142,7 @@ def measure_rates(
 
 @contextlib.contextmanager
 def _transfers(
-    device: torch.device, tiers: Tiers, num_bytes: int, *, with_disk: bool, disk_bytes: int | None = None
+    tiers: Tiers, num_bytes: int, *, with_disk: bool, disk_bytes: int | None = None
 ) -> Iterator[dict[str, Transfer]]:
     """Transfers that end when the bytes are there, in blocks that the plugin's own limits do not bind.
 

@@ -15,13 +15,13 @@ from pathlib import Path
 import psutil
 import torch
 
-from lightning_offload.capture.observed import Observed, updated
 from lightning_offload.errors import SpillError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.host_layout import Layout
 from lightning_offload.graph.memory_plan import MemoryPlan, Tier
 from lightning_offload.plugins.data_parallel import num_local_ranks
 from lightning_offload.plugins.devices import HostRefusedError, measure_spec, nominal_spec
+from lightning_offload.plugins.link_rates import LanesDid, updated
 from lightning_offload.plugins.replanning import Links
 from lightning_offload.plugins.settings import Settings, budget_bytes_on
 from lightning_offload.runtime.lanes import LaneTimes
@@ -109,7 +109,7 @@ class Hardware:
         disk = DiskPool(settings.spill_dir) if settings.tier != "host" else None
         self.tiers: Tiers = tiers_for(device, host_budget_bytes=self._host_bytes, disk=disk)
         self._spec: DeviceSpec | None = None
-        self._observed: Observed | None = None
+        self._did: LanesDid | None = None
         self._knew_pinning_refused = False
         self._has_adapted = False
         self._refusals = self._refused_now()
@@ -228,15 +228,7 @@ class Hardware:
         """Merge what a measured step showed of the links."""
         if self._spec is None:
             return
-        host, disk = times.get("host", LaneTimes()), times.get("disk", LaneTimes())
-        observed = Observed(
-            out_bytes=host.out_bytes, out_seconds=host.out_seconds,
-            in_bytes=host.in_bytes, in_seconds=host.in_seconds,
-            disk_out_bytes=disk.out_bytes, disk_out_seconds=disk.out_seconds,
-            disk_in_bytes=disk.in_bytes, disk_in_seconds=disk.in_seconds,
-        )  # fmt: skip
-        self._spec = updated(self._spec, observed, self._observed)
-        self._observed = observed
+        self._spec, self._did = updated(self._spec, times, self._did), times
 
     def links_since(self, spec: DeviceSpec | None) -> Links:
         """How fast links turned out to be, of what a plan for this spec counted on."""
@@ -265,7 +257,7 @@ class Hardware:
         is_stale = is_refused and not self._knew_pinning_refused
         self._knew_pinning_refused = is_refused
         if self._spec is None or is_stale or (with_disk and not self._spec.disk_write_bytes_per_second):
-            self._spec, self._observed = self._measure(with_disk=with_disk), None
+            self._spec, self._did = self._measure(with_disk=with_disk), None
         return self._spec
 
     def _measure(self, *, with_disk: bool) -> DeviceSpec:

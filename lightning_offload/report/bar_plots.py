@@ -5,13 +5,14 @@ They are written as :mod:`~lightning_offload.report.timeline_plots` says.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, get_args
 
 from lightning_offload.graph.memory_plan import Action
 from lightning_offload.report.plan_view import MeasuredStep, PlanView, PolicyOutcome
 from lightning_offload.report.rows import module_rows
 from lightning_offload.report.scale import bytes_unit, escape, format_share, label_margin, seconds_unit, shorten
-from lightning_offload.report.timeline_plots import Plot
+from lightning_offload.report.timeline_plots import Plot, row_axis
 from lightning_offload.units import format_bytes
 
 __all__ = ["WORDS", "measured_plot", "measured_rows", "modules_plot", "policies_plot"]
@@ -53,8 +54,7 @@ def modules_plot(view: PlanView) -> Plot | None:
             "margin": {"l": label_margin(labels), "r": 24, "t": 40, "b": 46},
             "legend": _LEGEND,
             "xaxis": {"title": {"text": f"saved bytes ({unit.name})"}, "rangemode": "tozero", "fixedrange": True},
-            "yaxis": {"tickvals": places, "ticktext": [escape(label) for label in labels],
-                      "range": [0.4, len(rows) + 0.6], "fixedrange": True, "showgrid": False, "ticklabelstandoff": 8},
+            "yaxis": row_axis(labels),
         },
         "narrow": {"margin": {"l": label_margin(short), "r": 12, "t": 40, "b": 46},
                    "yaxis": {"ticktext": [escape(label) for label in short]}},
@@ -126,14 +126,8 @@ def policies_plot(view: PlanView) -> Plot | None:
     names = [shorten(o.policy, 22) for o in outcomes]
     shares = [100 * o.overhead for o in outcomes if o.overhead is not None]
     longest = max([1.0, *shares])
-    places = list(range(len(outcomes), 0, -1))
-    rows = list(zip(places, outcomes, strict=True))
-    bars = (
-        _feasible([(y, o) for y, o in rows if o.overhead is not None], view.plan.policy),
-        _infeasible([(y, o) for y, o in rows if o.overhead is None]),
-    )
     return {
-        "data": [trace for trace in bars if trace["y"]],
+        "data": [bars for is_feasible in (True, False) if (bars := _bars(outcomes, view, is_feasible=is_feasible))],
         "layout": {
             "height": 26 * len(outcomes) + 80,
             "barmode": "overlay",
@@ -141,50 +135,39 @@ def policies_plot(view: PlanView) -> Plot | None:
             "margin": {"l": label_margin(names), "r": 72, "t": 12, "b": 46},
             "xaxis": {"title": {"text": "step time beyond everything kept (%)"}, "fixedrange": True,
                       "range": [min([0.0, *shares]), 1.04 * longest]},
-            "yaxis": {"tickvals": places, "ticktext": [escape(name) for name in names],
-                      "range": [0.4, len(outcomes) + 0.6], "fixedrange": True, "showgrid": False,
-                      "ticklabelstandoff": 8},
+            "yaxis": row_axis(names),
         },
     }  # fmt: skip
 
 
-_BARS = {
-    "type": "bar",
-    "orientation": "h",
-    "showlegend": False,
-    "width": 0.62,
-    "hovertemplate": "%{hovertext}<extra></extra>",
-}
-
-
-def _feasible(rows: list[tuple[int, PolicyOutcome]], chosen: str) -> dict[str, Any]:
-    return {
-        **_BARS,
-        "name": "feasible",
+def _bars(outcomes: Sequence[PolicyOutcome], view: PlanView, *, is_feasible: bool) -> dict[str, Any] | None:
+    """A bar for each that is feasible, or a place without one for each that is not."""
+    rows = [(y, o) for y, o in zip(range(len(outcomes), 0, -1), outcomes, strict=True)
+            if (o.overhead is not None) == is_feasible]  # fmt: skip
+    colors = [("accent" if o.policy == view.plan.policy else "predicted") if is_feasible else "grid" for _, o in rows]
+    bars = {
+        "type": "bar",
+        "orientation": "h",
+        "showlegend": False,
+        "width": 0.62,
+        "hovertemplate": "%{hovertext}<extra></extra>",
+        "name": "feasible" if is_feasible else "infeasible",
         "y": [y for y, _ in rows],
         "x": [round(100 * (o.overhead or 0.0), 3) for _, o in rows],
-        "marker": {"color": ["var(--accent)" if o.policy == chosen else "var(--predicted)" for _, o in rows]},
-        "text": [f" {format_share(o.overhead)}" for _, o in rows],
+        "marker": {"color": [f"var(--{color})" for color in colors]},
+        "text": [_beside(o) for _, o in rows],
         "textposition": "outside",
+        "textfont": {} if is_feasible else {"color": "var(--muted)"},
         "cliponaxis": False,
         "hovertext": [_outcome(o) for _, o in rows],
     }
+    return bars if rows else None
 
 
-def _infeasible(rows: list[tuple[int, PolicyOutcome]]) -> dict[str, Any]:
-    floors = [o.floor_bytes for _, o in rows]
-    return {
-        **_BARS,
-        "name": "infeasible",
-        "y": [y for y, _ in rows],
-        "x": [0.0] * len(rows),
-        "marker": {"color": "var(--grid)"},
-        "text": [f" needs {format_bytes(floor)}" if floor is not None else " infeasible" for floor in floors],
-        "textposition": "outside",
-        "cliponaxis": False,
-        "textfont": {"color": "var(--muted)"},
-        "hovertext": [_outcome(o) for _, o in rows],
-    }
+def _beside(outcome: PolicyOutcome) -> str:
+    if outcome.overhead is not None:
+        return f" {format_share(outcome.overhead)}"
+    return f" needs {format_bytes(outcome.floor_bytes)}" if outcome.floor_bytes is not None else " infeasible"
 
 
 def _outcome(outcome: PolicyOutcome) -> str:

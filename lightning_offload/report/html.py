@@ -15,7 +15,7 @@ from lightning_offload.errors import UnsupportedError
 from lightning_offload.report.scale import escape
 from lightning_offload.report.timeline_plots import Plot
 
-__all__ = ["cell", "make_page", "plot_place", "plotly_script", "plots_json", "section", "table"]
+__all__ = ["cell", "make_page", "page_part", "plot_place", "plotly_script", "plots_json", "section", "table"]
 
 
 def plotly_script() -> str:
@@ -52,19 +52,20 @@ def make_page(
         "title": escape(title),
         "heading": escape(title),
         "lead": escape(lead),
-        "css": _part("page.css"),
-        "js": _part("page.js"),
+        "css": page_part("page.css"),
+        "js": page_part("page.js"),
         "plotly": script,
         "plots": plots_json(plots),
         "body": body,
         "footer": escape(footer),
     }
     # each part is put in its place once: what is in a part is left as it is
-    pieces = _part("page.html").split("@@")
+    pieces = page_part("page.html").split("@@")
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
 
 
-def _part(name: str) -> str:
+def page_part(name: str) -> str:
+    """The text of a file of the page."""
     return (resources.files("lightning_offload.report") / name).read_text(encoding="utf-8")
 
 

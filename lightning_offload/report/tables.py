@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "action_rows", "add_row", "budget_text", "comparison_table", "floor_rows", "live_table", "make_table",
-    "modules_table", "prediction_rows", "remedies_table", "render_text", "size", "storages_table", "two_columns",
+    "modules_table", "prediction_rows", "remedies_table", "render_text", "storages_table", "two_columns",
 ]  # fmt: skip
 
 
@@ -80,11 +80,6 @@ def render_text(
     return PrintedTables(*parts)
 
 
-def size(num_bytes: int | None) -> str:
-    """Bytes for a person; "no limit" for None."""
-    return "no limit" if num_bytes is None else format_bytes(num_bytes)
-
-
 def two_columns(rows: Sequence[tuple[str, str]]) -> Table:
     """A table of names and what they are."""
     from rich.table import Table
@@ -112,9 +107,9 @@ def prediction_rows(plan: MemoryPlan, budget: str | None = None) -> list[tuple[s
     stall = plan.predicted_stall_seconds
     return [
         ("budget", budget_text(plan.budget_bytes, budget)),
-        ("peak, plain", size(plan.plain_peak_bytes)),
-        ("peak, planned", size(plan.predicted_peak_bytes)),
-        ("smallest feasible budget", f"{size(plan.floor_bytes)}, set by {plan.floor_op}"),
+        ("peak, plain", format_bytes(plan.plain_peak_bytes)),
+        ("peak, planned", format_bytes(plan.predicted_peak_bytes)),
+        ("smallest feasible budget", f"{format_bytes(plan.floor_bytes)}, set by {plan.floor_op}"),
         ("step time, plain", format_seconds(plan.plain_step_seconds)),
         ("step time, planned", f"{format_seconds(plan.predicted_step_seconds)} ({format_share(overhead(plan))})"),
         ("waiting for copies", format_seconds(stall) if stall else "none"),
@@ -126,13 +121,13 @@ def action_rows(plan: MemoryPlan, stored: Sequence[Stored]) -> list[tuple[str, s
     """What happens to what was saved."""
     totals = bytes_by_action(stored)
     counts = {action: sum(each.action == action for each in stored) for action in totals}
-    where = f"{size(plan.predicted_host_bytes)} of host memory"
+    where = f"{format_bytes(plan.predicted_host_bytes)} of host memory"
     if plan.predicted_disk_bytes:
-        where += f", {size(plan.predicted_disk_bytes)} of disk"
+        where += f", {format_bytes(plan.predicted_disk_bytes)} of disk"
     return [
-        ("kept", f"{size(totals['keep'])} in {counts['keep']:,}"),
-        ("swapped", f"{size(totals['swap'])} in {counts['swap']:,}, at most {where} at once"),
-        ("recomputed", f"{size(totals['recompute'])} in {counts['recompute']:,}"),
+        ("kept", f"{format_bytes(totals['keep'])} in {counts['keep']:,}"),
+        ("swapped", f"{format_bytes(totals['swap'])} in {counts['swap']:,}, at most {where} at once"),
+        ("recomputed", f"{format_bytes(totals['recompute'])} in {counts['recompute']:,}"),
     ]
 
 
@@ -178,13 +173,15 @@ def floor_rows(finding: FloorFinding, plan: MemoryPlan) -> list[tuple[str, str]]
     """
     rows = [
         ("set by", finding.op),
-        ("smallest feasible budget", size(finding.floor_bytes)),
-        ("there before the step", size(finding.persistent_bytes)),
-        ("made in the step", size(sum(each.num_bytes for each in finding.live))),
-        ("workspaces and the rest", size(finding.other_bytes)),
+        ("smallest feasible budget", format_bytes(finding.floor_bytes)),
+        ("there before the step", format_bytes(finding.persistent_bytes)),
+        ("made in the step", format_bytes(sum(each.num_bytes for each in finding.live))),
+        ("workspaces and the rest", format_bytes(finding.other_bytes)),
     ]
     if plan.floor_bytes != finding.floor_bytes:
-        rows.append(("under the plan's limits", f"{size(plan.floor_bytes)}, of what it keeps, its host and its state"))
+        rows.append(
+            ("under the plan's limits", f"{format_bytes(plan.floor_bytes)}, of what it keeps, its host and its state")
+        )
     return rows
 
 

@@ -16,7 +16,7 @@ from lightning_offload.report.scale import Unit, bytes_unit, escape, seconds_uni
 from lightning_offload.report.thinning import OpGroup, merge_spans, thin_curve
 from lightning_offload.units import format_bytes, format_seconds
 
-__all__ = ["NARROW_MARGINS", "Plot", "lanes_plot", "level_line", "memory_plot", "step_axis"]
+__all__ = ["NARROW_MARGINS", "Plot", "lanes_plot", "level_line", "memory_plot", "row_axis", "step_axis"]
 
 Plot = dict[str, Any]
 
@@ -160,6 +160,18 @@ def level_line(name: str, y: float, extent: Sequence[float], *, color: str, dash
     }
 
 
+def row_axis(labels: Sequence[str]) -> dict[str, Any]:
+    """The axis of horizontal bars, the first one on top at as many as there are."""
+    return {
+        "tickvals": list(range(len(labels), 0, -1)),
+        "ticktext": [escape(label) for label in labels],
+        "range": [0.4, len(labels) + 0.6],
+        "fixedrange": True,
+        "showgrid": False,
+        "ticklabelstandoff": 8,
+    }
+
+
 # ---- lanes
 
 _LANES: dict[Lane, str] = {
@@ -202,15 +214,7 @@ def lanes_plot(view: PlanView) -> Plot:
             "margin": {"l": MARGIN_LEFT, "r": MARGIN_RIGHT, "t": 50, "b": 46},
             "legend": {**_LEGEND, "y": 1 + 8 / max(1, height - 96)},
             "xaxis": _time_axis(time, extent),
-            "yaxis": {
-                "tickvals": list(range(len(order), 0, -1)),
-                "ticktext": order,
-                "fixedrange": True,
-                "range": [0.45, len(order) + 0.55],
-                "showgrid": False,
-                "ticklabelstandoff": 8,
-                "zeroline": False,
-            },
+            "yaxis": {**row_axis(order), "zeroline": False},
             "shapes": _boundary(view, time),
         },
         "narrow": {"height": height + 20 * len(data), "margin": {**NARROW_MARGINS, "t": 34 + 20 * len(data), "b": 46}},

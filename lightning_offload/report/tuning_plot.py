@@ -1,23 +1,28 @@
-"""Throughput and peak against batch size, as an HTML page, with the sizes that matter marked.
+"""Throughput and peak against batch size, as an HTML page and as a picture, with the sizes that matter marked.
 
-The page is made as that of a plan is, from the same parts; its two plots share their axis and zoom together.
+The page is made as that of a plan is, from the same parts; its two plots share their axis and zoom together. The
+picture has the same plots in the page's colours, drawn by matplotlib, which is imported when one is asked for.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_offload._version import __version__
+from lightning_offload.errors import ReportFileError, UnsupportedError
 from lightning_offload.report.files import check_path, write_text
-from lightning_offload.report.html import cell, make_page, plot_place, plotly_script, section, table
-from lightning_offload.report.scale import bytes_unit
+from lightning_offload.report.html import cell, make_page, page_part, plot_place, plotly_script, section, table
+from lightning_offload.report.scale import Unit, bytes_unit
 from lightning_offload.report.timeline_plots import MARGIN_LEFT, NARROW_MARGINS, Plot, level_line
 from lightning_offload.units import format_bytes
 
-__all__ = ["PlotMark", "TuningCurve", "TuningPoint", "marks_of", "save_tuning_html", "tuning_plots"]
+__all__ = ["TuningCurve", "TuningPoint", "save_tuning_html", "save_tuning_png", "tuning_plots"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,38 +77,6 @@ class TuningCurve:
         return sorted((p for p in self.points if p.is_predicted == is_predicted), key=lambda p: p.batch_size)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlotMark:
-    """A batch size that is marked in both plots.
-
-    Attributes:
-        batch_size: Where.
-        text: What it is.
-        color: Name of its colour on the page.
-        png_color: Its colour in the PNG.
-        dash: How its line is drawn.
-    """
-
-    batch_size: int
-    text: str
-    color: str
-    png_color: str
-    dash: str
-
-
-def marks_of(curve: TuningCurve) -> list[PlotMark]:
-    """The sizes to mark: the chosen one, and the largest that fit."""
-    found = [PlotMark(batch_size=curve.chosen, text="chosen", color="accent", png_color="#1d5fa8", dash="solid")]
-    if curve.largest is not None:
-        text = "largest with plan" if curve.largest_plain is not None else "largest that fits"
-        mark = PlotMark(batch_size=curve.largest, text=text, color="stall", png_color="#c8321f", dash="dash")
-        found.append(mark)
-    if curve.largest_plain is not None:
-        plain = {"text": "largest without plan", "color": "plain", "png_color": "#7a8695", "dash": "dot"}
-        found.append(PlotMark(batch_size=curve.largest_plain, **plain))
-    return found
-
-
 def save_tuning_html(path: str | os.PathLike[str], curve: TuningCurve) -> None:
     """Write a page that needs nothing but a browser.
 
@@ -128,6 +101,59 @@ def save_tuning_html(path: str | os.PathLike[str], curve: TuningCurve) -> None:
         footer=f"Measured on this device and predicted from a few recorded steps, lightning-offload {__version__}.",
     )
     write_text(target, page)
+
+
+def save_tuning_png(path: str | os.PathLike[str], curve: TuningCurve) -> None:
+    """Draw both plots into one picture.
+
+    Args:
+        path: The file, ``.png``.
+        curve: What to show.
+
+    Raises:
+        ReportFileError: There is no writing to the path.
+        UnsupportedError: matplotlib is not installed.
+    """
+    target = check_path(path, (".png",))
+    try:
+        # its Agg canvas is a figure's own, so no window system is asked
+        figure_module = importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise UnsupportedError("a PNG of trials needs matplotlib: pip install 'lightning-offload[plots]'") from error
+    figure = figure_module.Figure(figsize=(8, 7), layout="constrained")
+    colors = dict(re.findall(r"--([\w-]+): (#\w+);", page_part("page.css").partition("}")[0]))
+    for axes, plot in zip(figure.subplots(2, 1, sharex=True), tuning_plots(curve).values(), strict=True):
+        _draw(axes, plot, colors)
+    try:
+        figure.savefig(target, dpi=144)
+    except OSError as error:
+        raise ReportFileError(
+            f"{str(target)!r} cannot be written ({error}): free space there or name another"
+        ) from error
+
+
+_DASHES = {"solid": "-", "dash": "--", "dot": ":"}
+"""By plotly's name: matplotlib's."""
+
+
+def _draw(axes: Any, plot: Plot, colors: Mapping[str, str]) -> None:
+    def color(variable: str) -> str:
+        return colors[variable.removeprefix("var(--").removesuffix(")")]
+
+    for trace in plot["data"]:
+        if trace["mode"] == "lines":
+            line = trace["line"]
+            dash = _DASHES[line.get("dash", "solid")]
+            axes.plot(trace["x"], trace["y"], dash, color=color(line["color"]), label=trace["name"])
+        else:
+            axes.scatter(trace["x"], trace["y"], label=trace["name"], c=list(map(color, trace["marker"]["color"])))
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.set_xlabel(plot["layout"]["xaxis"]["title"]["text"])
+    axes.set_ylabel(plot["layout"]["yaxis"]["title"]["text"])
+    axes.set_ylim(bottom=0)
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(loc="best", fontsize="small")
 
 
 def _body(curve: TuningCurve, plots: dict[str, Plot]) -> str:
@@ -170,28 +196,15 @@ def tuning_plots(curve: TuningCurve) -> dict[str, Plot]:
     """The two plots, as plotly.js reads them: throughput under the name "lanes", peaks under "memory"."""
     largest = max([p.peak_bytes or 0 for p in curve.points] + [curve.budget_bytes or 0])
     unit = bytes_unit(largest)
-    speed = [
-        _trace(curve, is_predicted=True, value="samples_per_second", size=1.0, suffix="samples/s"),
-        _trace(curve, is_predicted=False, value="samples_per_second", size=1.0, suffix="samples/s"),
-    ]
-    if curve.has_goodput:
-        speed += [
-            _trace(curve, is_predicted=is_predicted, value="goodput", size=1.0, suffix="samples/s")
-            for is_predicted in (True, False)
-        ]
-    peak = [
-        _trace(curve, is_predicted=True, value="peak_bytes", size=unit.size, suffix=unit.name),
-        _trace(curve, is_predicted=False, value="peak_bytes", size=unit.size, suffix=unit.name),
-    ]
+    speeds = ("samples_per_second", "goodput") if curve.has_goodput else ("samples_per_second",)
     return {
-        "lanes": _plot(curve, speed, "samples per second", "samples_per_second", 1.0),
-        "memory": _plot(curve, peak, f"peak ({unit.name})", "peak_bytes", unit.size, curve.budget_bytes),
+        "lanes": _plot(curve, speeds, "samples per second", Unit(1.0, "samples/s")),
+        "memory": _plot(curve, ("peak_bytes",), f"peak ({unit.name})", unit, curve.budget_bytes),
     }
 
 
-def _trace(curve: TuningCurve, *, is_predicted: bool, value: str, size: float, suffix: str) -> dict[str, Any]:
-    points = curve.sorted_points(is_predicted=is_predicted)
-    points = [p for p in points if getattr(p, value) is not None]
+def _trace(curve: TuningCurve, value: str, unit: Unit, *, is_predicted: bool) -> dict[str, Any]:
+    points = [p for p in curve.sorted_points(is_predicted=is_predicted) if getattr(p, value) is not None]
     name, how = "predicted" if is_predicted else "measured", {"color": "var(--predicted)", "width": 2}
     color = "var(--measured)"
     if value == "goodput":
@@ -201,34 +214,41 @@ def _trace(curve: TuningCurve, *, is_predicted: bool, value: str, size: float, s
         "mode": "lines" if is_predicted else "markers",
         "name": name,
         "x": [p.batch_size for p in points],
-        "y": [round(getattr(p, value) / size, 6) for p in points],
+        "y": [round(getattr(p, value) / unit.size, 6) for p in points],
         "line": how,
         "marker": {
             "color": [color if p.is_feasible else "var(--stall)" for p in points],
             "symbol": ["circle" if p.is_feasible else "x" for p in points],
             "size": 9,
         },
-        "hovertemplate": f"batch size %{{x}}, {name}: <b>%{{y:.4~g}} {suffix}</b><extra></extra>",
+        "hovertemplate": f"batch size %{{x}}, {name}: <b>%{{y:.4~g}} {unit.name}</b><extra></extra>",
     }
 
 
-def _plot(
-    curve: TuningCurve, data: list[dict[str, Any]], title: str, value: str, size: float, budget_bytes: int | None = None
-) -> Plot:
+def _plot(curve: TuningCurve, values: Sequence[str], title: str, unit: Unit, budget_bytes: int | None = None) -> Plot:
     """The traces with the lines that mark sizes and the budget, all of which the legend names."""
-    marks = marks_of(curve)
-    sizes = [p.batch_size for p in curve.points] + [mark.batch_size for mark in marks]
+    data = [_trace(curve, value, unit, is_predicted=is_predicted) for value in values for is_predicted in (True, False)]
+    largest = "largest with plan" if curve.largest_plain is not None else "largest that fits"
+    marks = [
+        (size, f"{text}: {size}", color, dash)
+        for size, text, color, dash in (
+            (curve.chosen, "chosen", "accent", "solid"),
+            (curve.largest, largest, "stall", "dash"),
+            (curve.largest_plain, "largest without plan", "plain", "dot"),
+        )
+        if size is not None
+    ]
+    sizes = [p.batch_size for p in curve.points] + [size for size, *_ in marks]
     low, high = min(sizes), max(sizes)
-    top = 1.06 * max([getattr(p, value) or 0 for p in curve.points] + [budget_bytes or 0]) / size or 1.0
+    top = 1.06 * max([getattr(p, values[0]) or 0 for p in curve.points] + [budget_bytes or 0]) / unit.size or 1.0
     lines = [
-        {"type": "scatter", "mode": "lines", "name": f"{mark.text}: {mark.batch_size}", "hoverinfo": "skip",
-         "x": [mark.batch_size] * 2, "y": [0, top],
-         "line": {"color": f"var(--{mark.color})", "width": 1.5, "dash": mark.dash}}
-        for mark in marks
+        {"type": "scatter", "mode": "lines", "name": name, "hoverinfo": "skip", "x": [size] * 2, "y": [0, top],
+         "line": {"color": f"var(--{color})", "width": 1.5, "dash": dash}}
+        for size, name, color, dash in marks
     ]  # fmt: skip
     if budget_bytes is not None:
         name = f"budget {format_bytes(budget_bytes)}"
-        lines.append(level_line(name, budget_bytes / size, (low, high), color="budget"))
+        lines.append(level_line(name, budget_bytes / unit.size, (low, high), color="budget"))
     margin = 0.04 * max(0.3, math.log10(high / low))
     layout = {
         "height": 360,

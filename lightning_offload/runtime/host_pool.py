@@ -23,8 +23,8 @@ import torch
 from typing_extensions import override
 
 from lightning_offload.runtime.hooks import dynamo_disabled
-from lightning_offload.runtime.lanes import Block, Copy
-from lightning_offload.runtime.pinning import NotPinned, Pinning
+from lightning_offload.runtime.lanes import Block, Copy, Returned
+from lightning_offload.runtime.pinning import Pinning
 from lightning_offload.runtime.ranges import Ranges
 
 _log = logging.getLogger(__name__)
@@ -42,12 +42,11 @@ _OF_PARENTS: list[mmap.mmap] = []
 
 
 class Slab:
-    """One mapping, page-locked where the pool pins.
+    """One mapping, page-locked where its device's copies need that.
 
     Args:
         num_bytes: Its size.
-        pinning: Page-locks it.
-        pin: Whether to.
+        pinning: Page-locks it; by default it stays as it is.
         despite_refusal: Whether to try that although a mapping was refused before: for small ones.
 
     Attributes:
@@ -58,18 +57,18 @@ class Slab:
 
     __slots__ = ("_memory", "_pid", "_pinning", "address", "is_pinned", "ranges")
 
-    def __init__(self, num_bytes: int, pinning: Pinning, *, pin: bool, despite_refusal: bool = False) -> None:
+    def __init__(self, num_bytes: int, pinning: Pinning | None = None, *, despite_refusal: bool = False) -> None:
         self.ranges = Ranges(num_bytes)
         self.is_pinned = False
         self._pid = os.getpid()
-        self._pinning = pinning
+        self._pinning = pinning or Pinning()
         self._memory = mmap.mmap(-1, num_bytes, **_PRIVATE)
         self._advise("MADV_HUGEPAGE")
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        if pin and pinning.can_pin and (despite_refusal or not pinning.is_refused):
+        if self._pinning.can_pin and (despite_refusal or not self._pinning.is_refused):
             # A fork must not turn page-locked pages into shared ones: the device would go on with those of the child.
             self._advise("MADV_DONTFORK")
-            self.is_pinned = pinning.pin(self.address, num_bytes)
+            self.is_pinned = self._pinning.pin(self.address, num_bytes)
             if not self.is_pinned:
                 self._advise("MADV_DOFORK")
 
@@ -107,28 +106,26 @@ class HostBlock(Block):
         address: Where it begins.
     """
 
-    __slots__ = ("_returned", "_size", "_slab", "address")
+    __slots__ = ("address",)
 
     def __init__(
-        self, slab: Slab, offset: int, num_bytes: int, size: int, returned: deque[_Range], after: tuple[Copy, ...] = ()
+        self, slab: Slab, offset: int, num_bytes: int, size: int, returned: Returned, after: tuple[Copy, ...]
     ) -> None:
-        super().__init__(num_bytes, after)
+        super().__init__(slab, offset, num_bytes, size, returned, after)
         self.address = slab.address + offset
-        self._slab = slab
-        self._size = size
-        self._returned = returned
 
     @property
     def is_pinned(self) -> bool:
         """Whether its memory is page-locked."""
-        return self._slab.is_pinned
+        return bool(self.owner.is_pinned)
 
-    @dynamo_disabled
-    def __del__(self) -> None:
-        self._returned.append((self._slab, self.address - self._slab.address, self._size, self.busy))
+    @override
+    def put(self, begin: int, address: int, num_bytes: int) -> None:
+        ctypes.memmove(self.address + begin, address, num_bytes)
 
-
-_Range = tuple[Slab, int, int, Copy | None]
+    @override
+    def get(self, begin: int, address: int, num_bytes: int) -> None:
+        ctypes.memmove(address, self.address + begin, num_bytes)
 
 
 class HostPool:
@@ -151,10 +148,10 @@ class HostPool:
         self.used_bytes = 0
         self.peak_bytes = 0
         self.is_refused = False
-        self.pinning = pinning if pinning is not None else NotPinned()
+        self.pinning = pinning or Pinning()
         self._planned: Slab | None = None
         self._slabs: list[Slab] = []
-        self._returned: deque[_Range] = deque()
+        self._returned: Returned = deque()
 
     @property
     def slab_bytes(self) -> int:
@@ -268,7 +265,7 @@ class HostPool:
         if num_bytes > _rounded(self._room(), mmap.PAGESIZE):
             return None
         try:
-            slab = Slab(num_bytes, self.pinning, pin=True)
+            slab = Slab(num_bytes, self.pinning)
         except (OSError, MemoryError, OverflowError, ValueError) as error:
             if not self.is_refused:
                 _log.warning("the host refused %d bytes for swapped tensors: %s", num_bytes, str(error))

@@ -4,9 +4,8 @@ A lane takes copies in order and gives a :class:`Copy` to wait for. The source o
 unchanged until its copy is done, which the executor sees to; device memory is always allocated by the compute
 thread. :class:`~.cpu_lanes.CpuLanes` copy in worker threads that hold no GIL, so that every path of the runtime
 runs on any machine; :class:`~.stream_lanes.StreamLanes` copy on side streams of an accelerator;
-:class:`~.pageable_lanes.PageableLanes` reach memory that could not be page-locked, through a little that could;
-:class:`~.disk_lanes.DiskLanes` go to and from a spill file; :class:`FakeLanes` move nothing and serve FakeTensor
-steps.
+:class:`~.staged_lanes.StagedLanes` reach a spill file, and memory that could not be page-locked, through a little host
+memory that a device can reach; :class:`FakeLanes` move nothing and serve FakeTensor steps.
 
 Under every lane is a :class:`Mover`: the primitive that moves ranges of bytes between device memory and host memory.
 A mover belongs to one device and serves one lane of each direction. ``mark`` is called by the thread that computes
@@ -26,12 +25,14 @@ import ctypes
 import dataclasses
 import threading
 import time
+from collections import deque
 from typing import Any
 
 import torch
 from typing_extensions import override
 
 from lightning_offload.errors import SpillError
+from lightning_offload.runtime.hooks import dynamo_disabled
 from lightning_offload.tensors.geometry import plain_set
 
 
@@ -158,9 +159,9 @@ class Mover(abc.ABC):
     def measure(self, is_on: bool) -> None:  # noqa: B027  (nothing to measure where no stream waits)
         """Whether the times for which compute streams wait should be measured."""
 
-    def take_stall_seconds(self) -> float:
-        """Time for which compute streams waited since this was last asked; threads' waits are counted by the copies."""
-        return 0.0
+    def take_times(self) -> LaneTimes:
+        """What it did since this was last asked; the copies themselves count how long threads wait."""
+        return LaneTimes()
 
 
 class CpuMover(Mover):
@@ -294,18 +295,72 @@ DONE = done_copy()
 """A copy that is done; any number of them, since it never changes."""
 
 
-class Block:
+Returned = deque[tuple[Any, int, int, Copy | None]]
+"""Ranges of dropped blocks: of what, from where, how many bytes, and the last copy that uses them."""
+
+
+class Block(abc.ABC):
     """A range of a lower tier, of host memory or of a file, that goes back to its pool when it is dropped.
 
-    Attributes:
+    Args:
+        owner: What it is a range of.
+        offset: Where it begins there, in bytes.
         num_bytes: Its size as asked for.
-        busy: The latest copy that fills or reads it.
+        size: What it takes there, in bytes.
+        returned: Where its pool finds it again; a finalizer appends to it, in any thread.
         after: Copies of its memory's earlier users that may still be under way.
+
+    Attributes:
+        owner: What it is a range of.
+        offset: Where it begins there, in bytes.
+        num_bytes: Its size as asked for.
+        size: What it takes there, in bytes.
+        after: Copies of its memory's earlier users that may still be under way.
+        busy: The latest copy that fills or reads it.
+        written: The latest copy that fills it, where that is not one of a stream.
     """
 
-    __slots__ = ("after", "busy", "num_bytes")
+    __slots__ = ("_returned", "after", "busy", "num_bytes", "offset", "owner", "size", "written")
 
-    def __init__(self, num_bytes: int, after: tuple[Copy, ...]) -> None:
+    def __init__(
+        self,
+        owner: Any,
+        offset: int,
+        num_bytes: int,
+        size: int,
+        returned: Returned,
+        after: tuple[Copy, ...],
+    ) -> None:
+        self.owner = owner
+        self.size = size
+        self._returned = returned
+        self.offset = offset
         self.num_bytes = num_bytes
         self.after = after
         self.busy: Copy | None = None
+        self.written: Copy | None = None
+
+    @dynamo_disabled
+    def __del__(self) -> None:
+        self._returned.append((self.owner, self.offset, self.size, self.busy))
+
+    @abc.abstractmethod
+    def put(self, begin: int, address: int, num_bytes: int) -> None:
+        """Fill a part of it from host memory.
+
+        Args:
+            begin: The part's first byte; a multiple of :data:`~.spill_file.ALIGNMENT`, and so is the address.
+            address: The memory, with room up to the next multiple of it.
+            num_bytes: How many.
+
+        Raises:
+            SpillError: It could not be written.
+        """
+
+    @abc.abstractmethod
+    def get(self, begin: int, address: int, num_bytes: int) -> None:
+        """Copy a part of it to host memory; arguments as in :meth:`put`.
+
+        Raises:
+            SpillError: It could not be read.
+        """

@@ -10,7 +10,6 @@ rate. Best effort: where the platform does not tell, or refuses, memory lies whe
 
 from __future__ import annotations
 
-import abc
 import ctypes
 import functools
 import logging
@@ -37,7 +36,7 @@ def node_of(device: torch.device) -> int | None:
         return None
     try:
         node = int((_PCI_DEVICES / _address_of(device) / "numa_node").read_text())
-    except Exception:  # the driver's library, the device's entry or the file may be missing, each in its own way
+    except Exception:  # the device's place, its entry or the file may be missing, each in its own way
         _log.debug("the memory node of %s is not known", device, exc_info=True)
         return None
     return node if node >= 0 else None
@@ -46,15 +45,7 @@ def node_of(device: torch.device) -> int | None:
 def _address_of(device: torch.device) -> str:
     """The device's place on the PCI bus as the kernel writes it."""
     properties = properties_of(device)
-    if hasattr(properties, "pci_bus_id"):
-        place = (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
-    else:
-        import pynvml
-
-        pynvml.nvmlInit()
-        info = pynvml.nvmlDeviceGetPciInfo(pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}"))
-        place = (info.domain, info.bus, info.device)
-    return "{:04x}:{:02x}:{:02x}.0".format(*place)
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
 def bind_memory(address: int, num_bytes: int, node: int) -> bool:
@@ -78,8 +69,8 @@ def _libc() -> Any:
 _log = logging.getLogger(__name__)
 
 
-class Pinning(abc.ABC):
-    """Page-locks mappings.
+class Pinning:
+    """Page-locks mappings; this one leaves them as they are, for devices that read host memory so.
 
     Attributes:
         is_refused: Whether page-locking was asked for and refused; only small mappings are tried again.
@@ -87,29 +78,14 @@ class Pinning(abc.ABC):
     """
 
     is_refused = False
-    can_pin = True
-
-    @abc.abstractmethod
-    def pin(self, address: int, num_bytes: int) -> bool:
-        """Page-lock a mapping; whether that was done."""
-
-    @abc.abstractmethod
-    def unpin(self, address: int, num_bytes: int) -> None:
-        """Undo :meth:`pin`; called from finalizers, so it raises nothing."""
-
-
-class NotPinned(Pinning):
-    """For devices that read host memory as it is."""
-
     can_pin = False
 
-    @override
     def pin(self, address: int, num_bytes: int) -> bool:
+        """Page-lock a mapping; whether that was done."""
         return False
 
-    @override
     def unpin(self, address: int, num_bytes: int) -> None:
-        pass
+        """Undo :meth:`pin`; called from finalizers, so it raises nothing."""
 
 
 class CudaPinning(Pinning):
@@ -119,6 +95,7 @@ class CudaPinning(Pinning):
         device: The device that copies.
     """
 
+    can_pin = True
     _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process
     _CHUNK_BYTES = 64 << 30  # drivers refuse single registrations of hundreds of GiB
 
@@ -175,4 +152,4 @@ class CudaPinning(Pinning):
 
 def pinning_for(device: torch.device) -> Pinning:
     """How host memory is page-locked for a device."""
-    return CudaPinning(device) if kind_of(device).pins_mappings else NotPinned()
+    return CudaPinning(device) if kind_of(device).pins_mappings else Pinning()

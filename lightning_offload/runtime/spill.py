@@ -16,7 +16,7 @@ from collections import deque
 from typing_extensions import override
 
 from lightning_offload.errors import SpillError
-from lightning_offload.runtime.lanes import Block, Copy
+from lightning_offload.runtime.lanes import Block, Copy, Returned
 from lightning_offload.runtime.ranges import Ranges
 from lightning_offload.runtime.spill_file import ALIGNMENT, SpillFile
 
@@ -28,30 +28,27 @@ _MAX_WASTE = 1.05  # of the file over what plans need
 
 
 class DiskBlock(Block):
-    """A range of a spill file.
+    """A range of a spill file; in a fork the file refuses, so copies fail there."""
 
-    Attributes:
-        pool: Where it goes back to.
-        file: The file.
-        offset: Where it begins, in bytes.
-        size: What it takes there, in bytes.
-        written: The latest copy that fills it.
-    """
-
-    __slots__ = ("file", "offset", "pool", "size", "written")
+    __slots__ = ("_pool",)
 
     def __init__(
         self, pool: DiskPool, file: SpillFile, offset: int, num_bytes: int, size: int, after: tuple[Copy, ...]
     ) -> None:
-        super().__init__(num_bytes, after)
-        self.pool = pool
-        self.file = file
-        self.offset = offset
-        self.size = size
-        self.written: Copy | None = None
+        super().__init__(file, offset, num_bytes, size, pool.returned, after)
+        self._pool = pool
 
-    def __del__(self) -> None:
-        self.pool.returned.append((self.file, self.offset, self.size, self.busy))
+    @override
+    def put(self, begin: int, address: int, num_bytes: int) -> None:
+        try:
+            self.owner.write(address, _rounded(num_bytes), self.offset + begin)
+        except SpillError as error:
+            self._pool.fail(error)
+            raise
+
+    @override
+    def get(self, begin: int, address: int, num_bytes: int) -> None:
+        self.owner.read(address, _rounded(num_bytes), self.offset + begin)
 
 
 class DiskPool:
@@ -75,7 +72,7 @@ class DiskPool:
         self.peak_bytes = 0
         self.error: BaseException | None = None
         self.is_refused = False
-        self.returned: deque[tuple[SpillFile, int, int, Copy | None]] = deque()
+        self.returned: Returned = deque()
         self._file: SpillFile | None = None
         self._ranges = Ranges(0)
         self._planned_bytes = 0

@@ -1,9 +1,10 @@
 """Lanes between a device and a tier that it cannot reach by itself, through a little host memory that it can.
 
-Bytes pass through rings of two page-aligned chunks, one ring for each direction, so that one chunk is on its way
-between device and memory while the other is on its way between memory and the tier. What a device needs of its host
-memory (page locks, say) is the business of whoever gives the chunks. Two threads do the work, which hold no GIL
-meanwhile.
+The tier is a spill file, or host memory that could not be page-locked: a device copies to and from such memory only
+while the host stands by. Bytes pass through rings of two page-aligned chunks, one ring for each direction, so that one
+chunk is on its way between device and memory while the other is on its way between memory and the tier. What a device
+needs of its host memory (page locks, say) is the business of whoever gives the chunks. Two threads do the work, which
+hold no GIL meanwhile; the thread that computes does other things.
 
 Order: copies of one direction are made in the order in which they were asked for. A copy out is done when all of
 it is in its block; a copy in, when the device has it. A copy in comes after the copy out that fills its block, and a
@@ -15,41 +16,23 @@ Once a job has let go of its storage, movers see to it that the device memory of
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import dataclasses
 import queue
 import time
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
 
 import torch
 from typing_extensions import override
 
 from lightning_offload.errors import SpillError
 from lightning_offload.runtime.cpu_lanes import Job, Worker, WorkerLanes
-from lightning_offload.runtime.lanes import (
-    Block,
-    Copy,
-    HostCopy,
-    LaneTimes,
-    Mover,
-    done_copy,
-    without_frames,
-)
-
-B = TypeVar("B", bound=Block)
+from lightning_offload.runtime.host_pool import Slab
+from lightning_offload.runtime.lanes import Block, Copy, HostCopy, LaneTimes, Mover, done_copy, without_frames
+from lightning_offload.runtime.spill_file import ALIGNMENT
 
 CHUNK_BYTES = 8 << 20
 """Large enough for a disk's full rate; four of them are all the host memory that a tier's lanes take."""
-
-
-class HostChunk(Protocol):
-    """Host memory that lives as long as this object."""
-
-    @property
-    def address(self) -> int:
-        """Where it begins: a multiple of :data:`ALIGNMENT`."""
 
 
 class Slot:
@@ -60,7 +43,7 @@ class Slot:
         move: The latest move from or to it.
     """
 
-    def __init__(self, chunk: HostChunk) -> None:
+    def __init__(self, chunk: Slab) -> None:
         self._chunk = chunk
         self.address = chunk.address
         self.move: Copy = done_copy()
@@ -112,7 +95,7 @@ def settled(copy: Copy) -> BaseException | None:
     return None
 
 
-class StagedWorker(Worker[B]):
+class StagedWorker(Worker):
     """A worker with a ring of two chunks that bytes pass through.
 
     Args:
@@ -122,7 +105,7 @@ class StagedWorker(Worker[B]):
         chunk_bytes: Their size.
     """
 
-    def __init__(self, name: str, mover: Mover, staging: Callable[[int], HostChunk], chunk_bytes: int) -> None:
+    def __init__(self, name: str, mover: Mover, staging: Callable[[int], Slab], chunk_bytes: int) -> None:
         super().__init__(name)
         self._mover = mover
         self._staging = staging
@@ -140,7 +123,7 @@ class StagedWorker(Worker[B]):
             self._ring = tuple(Slot(self._staging(self._chunk_bytes)) for _ in range(2))
 
     @override
-    def submit(self, job: Job[B]) -> None:
+    def submit(self, job: Job) -> None:
         self._leave_parent()
         self.prepare()
         super().submit(job)
@@ -167,23 +150,23 @@ class StagedWorker(Worker[B]):
         self.drain()
         self._ring = ()
 
-    def _pieces(self, job: Job[B]) -> list[tuple[int, int]]:
+    def _pieces(self, job: Job) -> list[tuple[int, int]]:
         """Offsets and sizes of what passes through one chunk each."""
         size, total = self._chunk_bytes, job.num_bytes
         return [(begin, min(size, total - begin)) for begin in range(0, total, size)]
 
 
-class Writer(StagedWorker[B]):
+class Writer(StagedWorker):
     """Copies out.
 
     The piece that was asked of the device last is written only when the next one has been asked for, be it of the
     same job or of the next.
     """
 
-    _open: _Piece[B] | None = None
+    _open: _Piece | None = None
 
     @override
-    def _next(self) -> Job[B] | None:
+    def _next(self) -> Job | None:
         if self._open is not None:
             with contextlib.suppress(queue.Empty):
                 return self._jobs.get_nowait()
@@ -191,7 +174,7 @@ class Writer(StagedWorker[B]):
         return self._jobs.get()
 
     @override
-    def _perform(self, job: Job[B]) -> None:
+    def _perform(self, job: Job) -> None:
         pieces = self._pieces(job)
         try:
             self._await(job.users)
@@ -217,7 +200,7 @@ class Writer(StagedWorker[B]):
                 self._finish()  # it may wait for that
                 copy.ended() if isinstance(copy, InwardCopy) else settled(copy)
 
-    def _ask(self, job: Job[B], begin: int, size: int) -> _Piece[B]:
+    def _ask(self, job: Job, begin: int, size: int) -> _Piece:
         slot = self._ring[0] if self._open is None or self._open.slot is self._ring[1] else self._ring[1]
         start = time.perf_counter()
         slot.move = self._mover.to_host(job.mark, job.storage, begin, size, slot.address)
@@ -240,34 +223,30 @@ class Writer(StagedWorker[B]):
         if piece.begin + piece.size == job.num_bytes:
             job.end()
 
-    def _write(self, piece: _Piece[B]) -> None:
+    def _write(self, piece: _Piece) -> None:
         start = time.perf_counter()
-        self._store(piece.job.block, piece.begin, piece.slot.address, piece.size)
+        piece.job.block.put(piece.begin, piece.slot.address, piece.size)
         self._busy_seconds += time.perf_counter() - start
         self._done_bytes += piece.size
 
-    @abc.abstractmethod
-    def _store(self, block: B, begin: int, address: int, num_bytes: int) -> None:
-        """Put what is in a chunk where it belongs in a block."""
 
-
-class _Piece(Generic[B]):
+class _Piece:
     """What of a job passes through a chunk at once."""
 
     __slots__ = ("begin", "job", "size", "slot")
 
-    def __init__(self, job: Job[B], slot: Slot, begin: int, size: int) -> None:
+    def __init__(self, job: Job, slot: Slot, begin: int, size: int) -> None:
         self.job = job
         self.slot = slot
         self.begin = begin
         self.size = size
 
 
-class Reader(StagedWorker[B]):
+class Reader(StagedWorker):
     """Copies in."""
 
     @override
-    def _perform(self, job: Job[B]) -> None:
+    def _perform(self, job: Job) -> None:
         assert isinstance(job.copy, InwardCopy)
         pieces = self._pieces(job)
         try:
@@ -292,46 +271,50 @@ class Reader(StagedWorker[B]):
             if error is not None:
                 raise SpillError(f"what should be read was never written: {error}") from error
 
-    def _read(self, job: Job[B], begin: int, size: int) -> None:
+    def _read(self, job: Job, begin: int, size: int) -> None:
         slot = self._ring[0]
         start = time.perf_counter()
-        self._load(job.block, begin, slot.address, size)
+        job.block.get(begin, slot.address, size)
         slot.move = self._mover.to_device(job.mark, job.storage, begin, size, slot.address)
         self._busy_seconds += time.perf_counter() - start
         self._done_bytes += size
         self._ring = (*self._ring[1:], slot)
 
-    @abc.abstractmethod
-    def _load(self, block: B, begin: int, address: int, num_bytes: int) -> None:
-        """Fill a chunk from where its bytes are in a block."""
 
-
-class StagedLanes(WorkerLanes[B]):
-    """The parts of such lanes that do not depend on the tier.
+class StagedLanes(WorkerLanes):
+    """The lanes between a device and such a tier.
 
     Args:
-        mover: Copies between the device and host memory; for these lanes alone.
-        writer: Copies out.
-        reader: Copies in.
+        mover: Copies between the device and the chunks; for these lanes alone.
+        staging: Gives the chunks; called in the thread that asks for the first copy.
+        name: The tier's, of which the threads are named.
+        chunk_bytes: Their size, a multiple of :data:`ALIGNMENT`.
     """
 
-    _out: Writer[B]
-    _in: Reader[B]
+    _out: Writer
+    _in: Reader
 
-    def __init__(self, mover: Mover, writer: Writer[B], reader: Reader[B]) -> None:
-        super().__init__(writer, reader)
+    def __init__(
+        self, mover: Mover, staging: Callable[[int], Slab] = Slab, name: str = "disk", *, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
+        assert chunk_bytes % ALIGNMENT == 0
+        super().__init__(
+            Writer(f"lightning-offload-{name}-out", mover, staging, chunk_bytes),
+            Reader(f"lightning-offload-{name}-in", mover, staging, chunk_bytes),
+        )
         self._mover = mover
 
-    def _write(self, storage: torch.UntypedStorage, block: B) -> HostCopy:
-        """Begin a copy out, after all copies that use the block."""
+    @override
+    def swap_out(self, storage: torch.UntypedStorage, block: Block) -> Copy:
         users = block.after if block.busy is None else (*block.after, block.busy)
         block.after = ()
-        copy = block.busy = HostCopy()
+        copy = block.busy = block.written = HostCopy()
         self._out.submit(Job(self._mover.mark(), storage, block, copy, users))
         return copy
 
-    def _read(self, storage: torch.UntypedStorage, block: B, users: tuple[Copy, ...]) -> InwardCopy:
-        """Begin a copy in, after some copies."""
+    @override
+    def swap_in(self, block: Block, storage: torch.UntypedStorage) -> Copy:
+        users = () if block.written is None else (block.written,)
         copy = block.busy = InwardCopy()
         self._in.submit(Job(self._mover.mark(), storage, block, copy, users))
         return copy
@@ -347,7 +330,7 @@ class StagedLanes(WorkerLanes[B]):
 
     @override
     def take_times(self) -> LaneTimes:
-        return dataclasses.replace(super().take_times(), stall_seconds=self._mover.take_stall_seconds())
+        return dataclasses.replace(super().take_times(), stall_seconds=self._mover.take_times().stall_seconds)
 
     @override
     def settle(self) -> None:

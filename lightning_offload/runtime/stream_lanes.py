@@ -19,7 +19,7 @@ import contextlib
 import dataclasses
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -48,10 +48,10 @@ class StreamCopy(Copy):
         storage: The device memory it uses, until it is done or compute waits for it.
     """
 
-    __slots__ = ("_event", "_mover", "_owner", "storage")
+    __slots__ = ("_event", "_lanes", "_owner", "storage")
 
-    def __init__(self, mover: StreamMover, event: Any, owner: Any, storage: torch.UntypedStorage) -> None:
-        self._mover = mover
+    def __init__(self, lanes: StreamLanes, event: Any, owner: Any, storage: torch.UntypedStorage) -> None:
+        self._lanes = lanes
         self._event = event
         self._owner = owner
         self.storage: torch.UntypedStorage | None = storage
@@ -63,7 +63,7 @@ class StreamCopy(Copy):
 
     @override
     def wait(self) -> float:
-        self._mover.let_compute_wait(self._event, self._owner)
+        self._lanes.let_compute_wait(self._event, self._owner)
         self.storage = None
         return 0.0
 
@@ -77,8 +77,8 @@ class StreamCopy(Copy):
         stream.wait_event(self._event)
 
 
-class StreamMover(Mover):
-    """Copies on two side streams of a device.
+class StreamLanes(Mover, CopyLanes):
+    """The lanes of an accelerator: a side stream for each direction. They move parts of storages for other lanes too.
 
     Args:
         device: The accelerator.
@@ -102,6 +102,21 @@ class StreamMover(Mover):
     @override
     def begin_thread(self) -> None:
         torch.accelerator.set_device_index(self.device)  # a new thread's is device 0, which would get a context too
+
+    @override
+    def swap_out(self, storage: torch.UntypedStorage, block: Block) -> Copy:
+        assert isinstance(block, HostBlock)
+        self._gate(block, self.out_stream)
+        block.busy = self.to_host(self.mark(), storage, 0, block.num_bytes, block.address)
+        return block.busy
+
+    @override
+    def swap_in(self, block: Block, storage: torch.UntypedStorage) -> Copy:
+        assert isinstance(block, HostBlock)
+        if isinstance(block.busy, StreamCopy):  # compute waited for the copy out, but perhaps on another stream
+            block.busy.gate(self.in_stream)
+        block.busy = self.to_device(self.mark(), storage, 0, block.num_bytes, block.address)
+        return block.busy
 
     @override
     def mark(self) -> _Mark:
@@ -135,8 +150,8 @@ class StreamMover(Mover):
         """An event of this device."""
         return torch.Event(self.device, enable_timing=timing)
 
+    @override
     def compute_stream(self) -> Any:
-        """The stream on which this thread's ops run now."""
         return torch.accelerator.current_stream(self.device)
 
     @contextlib.contextmanager
@@ -159,11 +174,20 @@ class StreamMover(Mover):
         """Copy on the current stream."""
         target.copy_(source, non_blocking=True)
 
+    @override
     def note_use(self, storage: torch.UntypedStorage) -> None:
-        """Tell the allocator that this thread's ops use memory, which may be another stream's."""
         storage_bytes(storage).record_stream(self.compute_stream())
 
     # ---- order
+
+    def _gate(self, block: Block, stream: Any) -> None:
+        """Let a stream write to a block's memory only after that memory's earlier users."""
+        for copy in block.after:
+            if isinstance(copy, StreamCopy):
+                copy.gate(stream)
+            elif isinstance(copy, HostCopy):
+                copy.settle()
+        block.after = ()
 
     def let_compute_wait(self, event: Any, owner: Any) -> None:
         """Let compute go on only after an event.
@@ -189,8 +213,8 @@ class StreamMover(Mover):
             if copy.storage is not None:
                 copy.synchronize()
 
+    @override
     def drain(self) -> None:
-        """Block until no copy is under way, and hold no memory."""
         with self._lock:
             under_way = [*self._out.under_way, *self._in.under_way]
             self._out.under_way.clear()
@@ -198,8 +222,12 @@ class StreamMover(Mover):
         for copy in under_way:
             copy.synchronize()
 
+    @override
+    def close(self) -> None:
+        self.drain()
+
+    @override
     def tidy(self) -> None:
-        """Let go of the memory of copies that are done by now."""
         with self._lock:
             self._out.forget_done()
             self._in.forget_done()
@@ -209,11 +237,7 @@ class StreamMover(Mover):
         self.is_measuring = is_on
 
     @override
-    def take_stall_seconds(self) -> float:
-        return self.take_times().stall_seconds
-
     def take_times(self) -> LaneTimes:
-        """Times of the copies and stalls since measuring began, or since this was last asked."""
         self.drain()
         with self._lock:
             timed_out, timed_in = self._out.take(), self._in.take()
@@ -292,110 +316,3 @@ def _added(timed: list[tuple[Any, Any, int]]) -> tuple[int, float]:
 def _part(storage: torch.UntypedStorage, offset: int, num_bytes: int) -> torch.Tensor:
     flat = storage_bytes(storage)
     return flat if num_bytes == storage.nbytes() else flat[offset : offset + num_bytes]
-
-
-class StreamLanes(CopyLanes):
-    """The lanes of an accelerator: a side stream for each direction.
-
-    Args:
-        mover: Copies on side streams of the accelerator.
-        pageable: Makes the lanes to host memory that is not page-locked, when there first is any; without it the host
-            stands by during copies to and from such memory.
-    """
-
-    def __init__(self, mover: StreamMover, pageable: Callable[[], CopyLanes] | None = None) -> None:
-        self.mover = mover
-        self._make_pageable = pageable
-        self._pageable: CopyLanes | None = None
-
-    @property
-    def out_stream(self) -> Any:
-        """The stream of copies to the host."""
-        return self.mover.out_stream
-
-    @property
-    def in_stream(self) -> Any:
-        """The stream of copies to the device."""
-        return self.mover.in_stream
-
-    @override
-    def swap_out(self, storage: torch.UntypedStorage, block: Block) -> Copy:
-        assert isinstance(block, HostBlock)
-        other = self._lanes_of(block)
-        if other is not None:
-            return other.swap_out(storage, block)
-        self._gate(block, self.out_stream)
-        copy = self.mover.to_host(self.mover.mark(), storage, 0, block.num_bytes, block.address)
-        block.busy = copy
-        return copy
-
-    @override
-    def swap_in(self, block: Block, storage: torch.UntypedStorage) -> Copy:
-        assert isinstance(block, HostBlock)
-        other = self._lanes_of(block)
-        if other is not None:
-            return other.swap_in(block, storage)
-        if isinstance(block.busy, StreamCopy):  # compute waited for the copy out, but perhaps on another stream
-            block.busy.gate(self.in_stream)
-        copy = self.mover.to_device(self.mover.mark(), storage, 0, block.num_bytes, block.address)
-        block.busy = copy
-        return copy
-
-    @override
-    def compute_stream(self) -> Any:
-        return self.mover.compute_stream()
-
-    @override
-    def note_use(self, storage: torch.UntypedStorage) -> None:
-        self.mover.note_use(storage)
-
-    @override
-    def tidy(self) -> None:
-        self.mover.tidy()
-
-    @override
-    def measure(self, is_on: bool) -> None:
-        self.mover.measure(is_on)
-        if self._pageable is not None:
-            self._pageable.measure(is_on)
-
-    @override
-    def take_times(self) -> LaneTimes:
-        own = self.mover.take_times()
-        return own if self._pageable is None else own.added(self._pageable.take_times())
-
-    @override
-    def settle(self) -> None:
-        self.mover.settle()
-        if self._pageable is not None:
-            self._pageable.settle()
-
-    @override
-    def drain(self) -> None:
-        self.mover.drain()
-        if self._pageable is not None:
-            self._pageable.drain()
-
-    @override
-    def close(self) -> None:
-        self.mover.drain()
-        if self._pageable is not None:
-            self._pageable.close()
-
-    def _lanes_of(self, block: HostBlock) -> CopyLanes | None:
-        """The lanes for memory that is not page-locked; None for these."""
-        if block.is_pinned or self._make_pageable is None:
-            return None
-        if self._pageable is None:
-            self._pageable = self._make_pageable()
-            self._pageable.measure(self.mover.is_measuring)
-        return self._pageable
-
-    def _gate(self, block: Block, stream: Any) -> None:
-        """Let a stream write to a block's memory only after that memory's earlier users."""
-        for copy in block.after:
-            if isinstance(copy, StreamCopy):
-                copy.gate(stream)
-            elif isinstance(copy, HostCopy):
-                copy.settle()
-        block.after = ()

@@ -16,14 +16,12 @@ import torch
 from lightning_offload.accelerators import kind_of
 from lightning_offload.graph.memory_plan import Tier
 from lightning_offload.runtime.cpu_lanes import CpuLanes
-from lightning_offload.runtime.disk_lanes import DiskLanes, PlainChunk
 from lightning_offload.runtime.host_pool import HostBlock, HostPool, Slab
 from lightning_offload.runtime.lanes import Block, Copy, CopyLanes, CpuMover, LaneTimes, Mover, memory_bytes
-from lightning_offload.runtime.pageable_lanes import PageableLanes
-from lightning_offload.runtime.pinning import NotPinned, pinning_for
+from lightning_offload.runtime.pinning import pinning_for
 from lightning_offload.runtime.spill import DiskBlock, DiskPool
-from lightning_offload.runtime.staged_lanes import HostChunk
-from lightning_offload.runtime.stream_lanes import StreamLanes, StreamMover
+from lightning_offload.runtime.staged_lanes import StagedLanes
+from lightning_offload.runtime.stream_lanes import StreamLanes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +40,8 @@ class Tiers:
         host: Host memory.
         disk_lanes: Copies to and from disk.
         disk: The spill file; None without a disk tier.
-
-    Attributes:
-        lanes: Copies to and from host memory.
-        host: Host memory.
-        disk_lanes: Copies to and from disk.
-        disk: The spill file; None without a disk tier.
+        pageable: Makes the lanes to host memory that is not page-locked, when there first is any; None where all host
+            memory is the same.
     """
 
     def __init__(
@@ -56,11 +50,15 @@ class Tiers:
         host: HostPool | None = None,
         disk_lanes: CopyLanes | None = None,
         disk: DiskPool | None = None,
+        pageable: Callable[[], CopyLanes] | None = None,
     ) -> None:
         self.lanes = lanes
         self.host = host if host is not None else HostPool()
         self.disk_lanes = disk_lanes
         self.disk = disk
+        self._make_pageable = pageable
+        self._pageable: CopyLanes | None = None
+        self._is_measuring = False
 
     def allocate(self, num_bytes: int, place: Place | None = None, *, is_spare: bool = False) -> Block | None:
         """A block; None where there is no room.
@@ -107,9 +105,8 @@ class Tiers:
             block.busy.synchronize()
         if isinstance(block, HostBlock):
             return memory_bytes(block.address, block.num_bytes)
-        assert isinstance(block, DiskBlock)
-        memory = Slab(block.size, NotPinned(), pin=False)
-        block.file.read(memory.address, block.size, block.offset)
+        memory = Slab(max(block.num_bytes, 1))
+        block.get(0, memory.address, block.num_bytes)
         return memory.first_bytes(block.num_bytes)
 
     def prepare(self, host_bytes: int, disk_bytes: int) -> bool:
@@ -125,12 +122,15 @@ class Tiers:
 
     def measure(self, is_on: bool) -> None:
         """Whether copies from now on should be timed."""
+        self._is_measuring = is_on
         for lanes in self._all_lanes():
             lanes.measure(is_on)
 
     def take_times(self) -> dict[Tier, LaneTimes]:
         """What the lanes to each tier did since this was last asked."""
         times: dict[Tier, LaneTimes] = {"host": self.lanes.take_times()}
+        if self._pageable is not None:
+            times["host"] = times["host"].added(self._pageable.take_times())
         if self.disk_lanes is not None:
             times["disk"] = self.disk_lanes.take_times()
         return times
@@ -159,30 +159,41 @@ class Tiers:
             self.disk.trim()
 
     def _all_lanes(self) -> list[CopyLanes]:
-        return [lanes for lanes in (self.lanes, self.disk_lanes) if lanes is not None]
+        return [lanes for lanes in (self.lanes, self._pageable, self.disk_lanes) if lanes is not None]
 
     def _lanes_of(self, block: Block) -> CopyLanes:
         if isinstance(block, DiskBlock):
             assert self.disk_lanes is not None
             return self.disk_lanes
-        return self.lanes
+        assert isinstance(block, HostBlock)
+        if self._make_pageable is None or block.is_pinned:
+            return self.lanes
+        if self._pageable is None:
+            self._pageable = self._make_pageable()
+            self._pageable.measure(self._is_measuring)
+        return self._pageable
 
 
-def lanes_for(device: torch.device, staging: Callable[[int], HostChunk] = PlainChunk) -> CopyLanes:
-    """The lanes between a device and host memory.
-
-    Args:
-        device: The device.
-        staging: Gives page-locked chunks, for copies to and from memory that is not.
-    """
-    if not kind_of(device).has_streams:
-        return CpuLanes()
-    return StreamLanes(StreamMover(device), lambda: PageableLanes(StreamMover(device), staging))
+def lanes_for(device: torch.device) -> CopyLanes:
+    """The lanes between a device and host memory, page-locked where the device needs that."""
+    return StreamLanes(device) if kind_of(device).has_streams else CpuLanes()
 
 
 def mover_for(device: torch.device) -> Mover:
-    """A mover of its own for a device's disk lanes."""
-    return StreamMover(device) if kind_of(device).has_streams else CpuMover()
+    """A mover of its own for a device's staged lanes."""
+    return StreamLanes(device) if kind_of(device).has_streams else CpuMover()
+
+
+def pageable_for(device: torch.device, staging: Callable[[int], Slab]) -> Callable[[], CopyLanes] | None:
+    """What makes the lanes between a device and memory that is not page-locked; None where they are those of all.
+
+    Args:
+        device: The device.
+        staging: Gives page-locked chunks.
+    """
+    if not kind_of(device).has_streams:
+        return None
+    return lambda: StagedLanes(mover_for(device), staging, "pageable")
 
 
 def tiers_for(device: torch.device, *, host_budget_bytes: int | None = None, disk: DiskPool | None = None) -> Tiers:
@@ -194,6 +205,7 @@ def tiers_for(device: torch.device, *, host_budget_bytes: int | None = None, dis
         disk: The spill file; None without a disk tier.
     """
     pinning = pinning_for(device)
-    chunk = functools.partial(Slab, pinning=pinning, pin=True, despite_refusal=True)
-    disk_lanes = DiskLanes(mover_for(device), chunk) if disk is not None else None
-    return Tiers(lanes_for(device, chunk), HostPool(host_budget_bytes, pinning), disk_lanes, disk)
+    chunk = functools.partial(Slab, pinning=pinning, despite_refusal=True)
+    disk_lanes = StagedLanes(mover_for(device), chunk) if disk is not None else None
+    host = HostPool(host_budget_bytes, pinning)
+    return Tiers(lanes_for(device), host, disk_lanes, disk, pageable_for(device, chunk))

@@ -14,8 +14,7 @@ from rich.console import Console
 
 from lightning_offload.callbacks.tuning.result import TuningResult, curve_of, merged, save_plots, summary, trials_table
 from lightning_offload.errors import UnsupportedError
-from lightning_offload.report.tuning_picture import save_tuning_png
-from lightning_offload.report.tuning_plot import save_tuning_html, tuning_plots
+from lightning_offload.report.tuning_plot import save_tuning_html, save_tuning_png, tuning_plots
 from lightning_offload.tuning.trial import Prediction, Trial
 from tests.callbacks.conftest import MakeTrainer
 from tests.callbacks.training import Clock, Net, finder_of

@@ -16,7 +16,8 @@ import torch
 
 from lightning_offload.accelerators import CUDA, ROCM
 from lightning_offload.capture import spec_cache
-from lightning_offload.capture.spec_cache import SpecKey, cache_folder, file_system_of, key_for, load, store
+from lightning_offload.capture.spec_cache import SpecKey, file_system_of, key_for, load, store
+from lightning_offload.user_cache import cache_folder
 from tests.graph.building import DEVICE
 
 CPU = torch.device("cpu")

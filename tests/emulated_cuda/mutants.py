@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import logging
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.host_pool import Slab
 from lightning_offload.runtime.materialize import Materializer
 from lightning_offload.runtime.ranges import Ranges
-from lightning_offload.runtime.stream_lanes import StreamCopy, StreamLanes, StreamMover
+from lightning_offload.runtime.stream_lanes import StreamCopy, StreamLanes
 from lightning_offload.runtime.write_barrier import WriteBarrier
 from tests.emulated_cuda.workloads import RUNS, same
 from tests.fuzz.running import random_planner
@@ -80,8 +79,8 @@ class Mutant:
     noticed_by: tuple[tuple[str, Setting], ...]
 
 
-def _early_release(self: Any, mover: Any, event: Any, owner: Any, storage: Any) -> None:
-    self._mover, self._event, self._owner, self.storage = mover, event, owner, None
+def _early_release(self: Any, lanes: Any, event: Any, owner: Any, storage: Any) -> None:
+    self._lanes, self._event, self._owner, self.storage = lanes, event, owner, None
 
 
 def _wait_but_owner(self: Any, event: Any, owner: Any) -> None:
@@ -96,8 +95,8 @@ def _note_nothing(self: Any, storage: Any) -> None:
 def _nothing_for_the_owner() -> Iterator[None]:
     """Neither does the stream wait that memory is of, nor does the allocator hear who uses it: one of them will do."""
     with (
-        mock.patch.object(StreamMover, "let_compute_wait", _wait_but_owner),
-        mock.patch.object(StreamMover, "note_use", _note_nothing),
+        mock.patch.object(StreamLanes, "let_compute_wait", _wait_but_owner),
+        mock.patch.object(StreamLanes, "note_use", _note_nothing),
     ):
         yield
 
@@ -109,7 +108,7 @@ def _no_mark(self: Any, stream: Any, mark: Any, num_bytes: int, direction: Any) 
 
 
 def _swap_in_without_gate(self: Any, block: Any, storage: Any) -> Any:
-    copy = self.mover.to_device(self.mover.mark(), storage, 0, block.num_bytes, block.address)
+    copy = self.to_device(self.mark(), storage, 0, block.num_bytes, block.address)
     block.busy = copy
     return copy
 
@@ -144,7 +143,7 @@ def _store_before_copy() -> Iterator[None]:
 
     def new_ask(self: Any, job: Any, begin: int, num_bytes: int) -> Any:
         mover = self._mover
-        self._mover = _StoringFirst(mover, functools.partial(self._store, job.block))
+        self._mover = _StoringFirst(mover, job.block.put)
         try:
             return ask(self, job, begin, num_bytes)
         finally:
@@ -202,12 +201,12 @@ def _patch(owner: Any, name: str, new: Any) -> Callable[[], AbstractContextManag
 MUTANTS = (
     Mutant(
         name="compute does not wait for copies",
-        broken=_patch(StreamMover, "let_compute_wait", lambda *_: None),
+        broken=_patch(StreamLanes, "let_compute_wait", lambda *_: None),
         noticed_by=(("perceptron", COPIES_LAST),),
     ),
     Mutant(
         name="copies do not wait for compute",
-        broken=_patch(StreamMover, "_on", _no_mark),
+        broken=_patch(StreamLanes, "_on", _no_mark),
         noticed_by=(("perceptron", COPIES_LAST),),
     ),
     Mutant(
@@ -267,7 +266,7 @@ MUTANTS = (
     ),
     Mutant(
         name="the compute stream is not looked up",
-        broken=_patch(StreamMover, "compute_stream", _first_compute_stream),
+        broken=_patch(StreamLanes, "compute_stream", _first_compute_stream),
         noticed_by=(("new stream each step", PLANNED),),
     ),
     Mutant(

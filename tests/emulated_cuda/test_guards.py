@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from lightning_offload import MemoryPlugin, UnsupportedError, accelerators
 from lightning_offload.runtime import executor
-from lightning_offload.runtime.stream_lanes import StreamMover
+from lightning_offload.runtime.stream_lanes import StreamLanes
 from tests.emulated_cuda.workloads import convolutional, images, same
 from tests.gpu.device import TOLERANT
 
@@ -59,7 +59,7 @@ def capturing() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True))
         for name in ("mark", "to_host", "to_device", "let_compute_wait", "settle", "new_event"):
-            stack.enter_context(mock.patch.object(StreamMover, name, refuse))
+            stack.enter_context(mock.patch.object(StreamLanes, name, refuse))
         yield
 
 

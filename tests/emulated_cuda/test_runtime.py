@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from lightning_offload import MemoryPlugin
-from lightning_offload.runtime.stream_lanes import StreamMover
+from lightning_offload.runtime.stream_lanes import StreamLanes
 
 emulated = pytest.importorskip("emulated_cuda", reason="needs the emulated device: make test-emulated")
 
@@ -44,7 +44,7 @@ def ends(device: str) -> tuple[torch.UntypedStorage, torch.Tensor]:
 
 def test_times_of_late_copies_are_told() -> None:
     """The events that time copies are reached after those that say the copies are done."""
-    mover = StreamMover(torch.device("cuda", 0))
+    mover = StreamLanes(torch.device("cuda", 0))
     mover.measure(True)
     storage, host = ends("cuda:0")
     for _ in range(3):
@@ -61,7 +61,7 @@ def test_times_of_late_copies_are_told() -> None:
 @pytest.mark.parametrize("what", ["streams", "mark", "on_stream", "to_host", "to_device", "wait"])
 def test_the_current_device_stays_the_users(what: str) -> None:
     """Whatever is asked of another device's mover."""
-    mover = StreamMover(torch.device("cuda", 1))
+    mover = StreamLanes(torch.device("cuda", 1))
     storage, host = ends("cuda:1")
     if what == "mark":
         mover.mark()

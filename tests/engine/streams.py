@@ -21,12 +21,12 @@ from lightning_offload.graph import DeviceSpec
 from lightning_offload.runtime import tiers
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.hooks import bypass_mode
+from lightning_offload.runtime.host_pool import Slab
 from lightning_offload.runtime.lanes import Block, Copy, CopyLanes, LaneTimes, storage_bytes
 from lightning_offload.runtime.materialize import Materializer
-from lightning_offload.runtime.pageable_lanes import PageableLanes
-from lightning_offload.runtime.staged_lanes import HostChunk
-from lightning_offload.runtime.stream_lanes import StreamLanes, StreamMover
-from tests.runtime.fake_streams import FakeStreamMover
+from lightning_offload.runtime.staged_lanes import StagedLanes
+from lightning_offload.runtime.stream_lanes import StreamLanes
+from tests.runtime.fake_streams import FakeStreamLanes
 
 POISON = 0xFF
 MAX_DELAY_SECONDS = 0.0005
@@ -37,7 +37,7 @@ SPEC = DeviceSpec(
 )  # fmt: skip
 """Links that no delay slows down, so that plans swap and do not depend on the machine."""
 
-Delays = Callable[[FakeStreamMover], None]
+Delays = Callable[[FakeStreamLanes], None]
 
 
 class Poison:
@@ -117,20 +117,25 @@ def streaming(delays: Delays | None = None, *, seed: int = 0, is_pageable: bool 
         seed: Of the delays.
         is_pageable: Copy as if host memory could not be page-locked.
     """
-    movers: list[FakeStreamMover] = []
+    movers: list[FakeStreamLanes] = []
     poison = Poison()
 
-    def mover_for(device: torch.device) -> StreamMover:
-        movers.append(FakeStreamMover(seed, MAX_DELAY_SECONDS))
+    def mover_for(device: torch.device) -> StreamLanes:
+        movers.append(FakeStreamLanes(seed, MAX_DELAY_SECONDS))
         if delays is not None:
             delays(movers[-1])
         return movers[-1]
 
-    def lanes_for(device: torch.device, staging: Callable[[int], HostChunk]) -> CopyLanes:
-        pageable = (lambda: PageableLanes(mover_for(device), staging)) if is_pageable else None
-        return PoisonedLanes(StreamLanes(mover_for(device), pageable), poison)
+    def lanes_for(device: torch.device) -> CopyLanes:
+        return PoisonedLanes(mover_for(device), poison)
 
-    dispatch, release, disk_lanes = StepExecutor.dispatch, Materializer.release, tiers.DiskLanes
+    def staged(*args: Any) -> CopyLanes:
+        return PoisonedLanes(StagedLanes(*args), poison)
+
+    def pageable_for(device: torch.device, staging: Callable[[int], Slab]) -> Callable[[], CopyLanes] | None:
+        return (lambda: staged(mover_for(device), staging, "pageable")) if is_pageable else None
+
+    dispatch, release = StepExecutor.dispatch, Materializer.release
 
     def poisoned_dispatch(self: StepExecutor, *args: Any) -> Any:
         if not bypass_mode.depth:
@@ -144,7 +149,8 @@ def streaming(delays: Delays | None = None, *, seed: int = 0, is_pageable: bool 
     with (
         mock.patch.object(tiers, "lanes_for", lanes_for),
         mock.patch.object(tiers, "mover_for", mover_for),
-        mock.patch.object(tiers, "DiskLanes", lambda *args: PoisonedLanes(disk_lanes(*args), poison)),
+        mock.patch.object(tiers, "pageable_for", pageable_for),
+        mock.patch.object(tiers, "StagedLanes", staged),
         mock.patch("lightning_offload.plugins.hardware.measure_spec", return_value=SPEC),
         mock.patch.object(StepExecutor, "dispatch", poisoned_dispatch),
         mock.patch.object(Materializer, "release", poisoned_release),
@@ -156,13 +162,13 @@ def streaming(delays: Delays | None = None, *, seed: int = 0, is_pageable: bool 
                 mover.end()
 
 
-def only_out(mover: FakeStreamMover) -> None:
+def only_out(mover: FakeStreamLanes) -> None:
     """Delay copies off the device alone."""
     mover.out_stream.delay = lambda: MAX_DELAY_SECONDS
     mover.in_stream.delay = lambda: 0.0
 
 
-def only_in(mover: FakeStreamMover) -> None:
+def only_in(mover: FakeStreamLanes) -> None:
     """Delay copies to the device alone."""
     mover.out_stream.delay = lambda: 0.0
     mover.in_stream.delay = lambda: MAX_DELAY_SECONDS

@@ -30,9 +30,9 @@ from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph import DeviceSpec
 from lightning_offload.plugins import hardware
 from lightning_offload.runtime import tiers
-from lightning_offload.runtime.disk_lanes import DiskLanes
 from lightning_offload.runtime.lanes import Block, Copy, CopyLanes, CpuMover, LaneTimes
 from lightning_offload.runtime.native import build
+from lightning_offload.runtime.staged_lanes import StagedLanes
 from tests.engine.live_tracker import LiveStorageTracker
 from tests.one_thread import one_thread as one_thread
 from tests.shares import is_all
@@ -89,7 +89,7 @@ class SlowDisk(CopyLanes):
         self.most_waiting = 0
         self._dice, self._rate = dice, bytes_per_second
         self._slowness, self._diligence = 1.0, 1.0
-        self._over = DiskLanes(CpuMover())
+        self._over = StagedLanes(CpuMover())
         self._over.close()
         self._waiting: list[_Late] = []
         self._times = LaneTimes()
@@ -231,7 +231,7 @@ def _on(disk: SlowDisk, rate: float) -> Iterator[None]:
         disk_write_bytes_per_second=rate, disk_read_bytes_per_second=rate,
     )  # fmt: skip
     with (
-        mock.patch.object(tiers, "DiskLanes", return_value=disk),
+        mock.patch.object(tiers, "StagedLanes", return_value=disk),
         mock.patch.object(hardware, "measure_spec", return_value=spec),
         mock.patch.object(observed, "MIN_BYTES", 1),  # there are no latencies
     ):

@@ -15,13 +15,13 @@ from lightning_offload.capture.live import LiveBytes
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph import DeviceSpec, MemoryPlan, StepGraph
 from lightning_offload.planning.planner import plan as make_plan
-from lightning_offload.runtime.disk_lanes import DiskLanes
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.hooks import executing
 from lightning_offload.runtime.host_pool import HostPool
 from lightning_offload.runtime.lanes import CpuMover
 from lightning_offload.runtime.program import compile_plan
 from lightning_offload.runtime.spill import DiskPool
+from lightning_offload.runtime.staged_lanes import StagedLanes
 from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.tensors.observer import observe_all
 from tests.capture.recording import record
@@ -167,7 +167,7 @@ def clocked_tiers(clock: VirtualClock, device: DeviceSpec, slowness: Callable[[]
     lanes = ClockedLanes(clock, inline_lanes(), takes(device.d2h_bytes_per_second), takes(device.h2d_bytes_per_second))
     if not device.has_disk:
         return Tiers(lanes)
-    disk_lanes = DiskLanes(CpuMover())
+    disk_lanes = StagedLanes(CpuMover())
     disk_lanes.close()
     clocked = ClockedLanes(
         clock, disk_lanes, takes(device.disk_write_bytes_per_second), takes(device.disk_read_bytes_per_second)

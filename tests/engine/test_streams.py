@@ -27,7 +27,7 @@ from tests.engine.test_faults import (
 from tests.engine.test_faults import test_backward_from_another_thread as test_backward_from_another_thread
 from tests.engine.test_faults import test_keyboard_interrupt_leaves_nothing as test_keyboard_interrupt_leaves_nothing
 from tests.one_thread import one_thread as one_thread
-from tests.runtime.fake_streams import FakeStreamMover
+from tests.runtime.fake_streams import FakeStreamLanes
 from tests.shares import is_all
 from tests.zoo.case import Case
 from tests.zoo.cases import BY_NAME
@@ -103,12 +103,12 @@ def test_a_missing_wait_would_be_seen() -> None:
 
     def careless(self: StreamCopy) -> float:
         """Copies in are not waited for; their memory is held all the same, so that nothing is corrupted."""
-        return 0.0 if self in self._mover._in.under_way else wait(self)
+        return 0.0 if self in self._lanes._in.under_way else wait(self)
 
     with streaming(late), mock.patch.object(StreamCopy, "wait", careless):
         assert differences(run(case), all_swapped(case))
 
 
-def late(mover: FakeStreamMover) -> None:
+def late(mover: FakeStreamLanes) -> None:
     """Delay every copy for longer than a small op takes, however busy the machine is."""
     mover.out_stream.delay = mover.in_stream.delay = lambda: 0.01

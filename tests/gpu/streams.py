@@ -21,9 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_offload import MemoryPlugin
 from lightning_offload.runtime.host_pool import HostBlock, HostPool
-from lightning_offload.runtime.lanes import CpuMover
 from lightning_offload.runtime.materialize import Materializer
-from lightning_offload.runtime.stream_lanes import StreamMover
+from lightning_offload.runtime.stream_lanes import StreamLanes
 from tests.gpu.device import DEVICE, IS_CUDA
 
 Lane = Literal["out", "in", "compute"]
@@ -64,34 +63,34 @@ def slowed(lanes: Collection[Lane], *, seed: int, share: float = 0.5) -> Iterato
 
 
 def _stream_patches(sleeps: Callable[[Lane], bool]) -> list[Any]:
-    to_host, to_device = StreamMover.to_host, StreamMover.to_device
-    mark, let_compute_wait = StreamMover.mark, StreamMover.let_compute_wait
+    to_host, to_device = StreamLanes.to_host, StreamLanes.to_device
+    mark, let_compute_wait = StreamLanes.mark, StreamLanes.let_compute_wait
 
-    def slow_to_host(self: StreamMover, *args: Any) -> Any:
+    def slow_to_host(self: StreamLanes, *args: Any) -> Any:
         if sleeps("out"):
             _sleep_on(self.out_stream)
         return to_host(self, *args)
 
-    def slow_to_device(self: StreamMover, *args: Any) -> Any:
+    def slow_to_device(self: StreamLanes, *args: Any) -> Any:
         if sleeps("in"):
             _sleep_on(self.in_stream)
         return to_device(self, *args)
 
-    def slow_mark(self: StreamMover) -> Any:
+    def slow_mark(self: StreamLanes) -> Any:
         if sleeps("compute"):
             torch.cuda._sleep(_CYCLES)
         return mark(self)
 
-    def slow_wait(self: StreamMover, *args: Any) -> None:
+    def slow_wait(self: StreamLanes, *args: Any) -> None:
         let_compute_wait(self, *args)
         if sleeps("compute"):
             torch.cuda._sleep(_CYCLES)
 
     return [
-        mock.patch.object(StreamMover, "to_host", slow_to_host),
-        mock.patch.object(StreamMover, "to_device", slow_to_device),
-        mock.patch.object(StreamMover, "mark", slow_mark),
-        mock.patch.object(StreamMover, "let_compute_wait", slow_wait),
+        mock.patch.object(StreamLanes, "to_host", slow_to_host),
+        mock.patch.object(StreamLanes, "to_device", slow_to_device),
+        mock.patch.object(StreamLanes, "mark", slow_mark),
+        mock.patch.object(StreamLanes, "let_compute_wait", slow_wait),
     ]
 
 
@@ -102,22 +101,22 @@ def _sleep_on(stream: Any) -> None:
 
 def _thread_patches(sleeps: Callable[[Lane], bool]) -> list[Any]:
     def slow(name: str, lane: Lane) -> Any:
-        move = getattr(CpuMover, name)
+        move = getattr(HostBlock, name)
 
         def slow_move(*args: Any) -> Any:
             if sleeps(lane):
                 time.sleep(_CPU_SECONDS)
             return move(*args)
 
-        return mock.patch.object(CpuMover, name, slow_move)
+        return mock.patch.object(HostBlock, name, slow_move)
 
-    return [slow("to_host", "out"), slow("to_device", "in")]
+    return [slow("put", "out"), slow("get", "in")]
 
 
 @contextlib.contextmanager
 def without_waiting() -> Iterator[None]:
     """Break the runtime: compute goes on without its copies. What the tests of races must notice."""
-    with mock.patch.object(StreamMover, "let_compute_wait"):
+    with mock.patch.object(StreamLanes, "let_compute_wait"):
         yield
 
 

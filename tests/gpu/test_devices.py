@@ -13,10 +13,10 @@ from typing_extensions import override
 from lightning_offload import MemoryPlugin
 from lightning_offload.capture.calibrate import measure_device
 from lightning_offload.plugins.devices import measure_spec
-from lightning_offload.runtime.disk_lanes import DiskLanes
 from lightning_offload.runtime.lanes import storage_bytes
 from lightning_offload.runtime.spill import DiskPool
-from lightning_offload.runtime.stream_lanes import StreamMover
+from lightning_offload.runtime.staged_lanes import StagedLanes
+from lightning_offload.runtime.stream_lanes import StreamLanes
 from lightning_offload.runtime.tiers import tiers_for
 from tests.gpu.device import CUDA_MARKS, TOLERANT
 
@@ -38,7 +38,7 @@ def second() -> Iterator[torch.device]:
 
 def test_copies_leave_the_current_device_and_its_stream_alone(second: torch.device) -> None:
     """Making a stream current makes its device current too: both are put back, in and out."""
-    mover = StreamMover(second)
+    mover = StreamLanes(second)
     host = torch.zeros(NUM_BYTES, dtype=torch.uint8).pin_memory()
     source = torch.full((NUM_BYTES,), 7, dtype=torch.uint8, device=second).untyped_storage()
     target = torch.zeros(NUM_BYTES, dtype=torch.uint8, device=second).untyped_storage()
@@ -54,7 +54,7 @@ def test_copies_leave_the_current_device_and_its_stream_alone(second: torch.devi
     assert torch.equal(storage_bytes(target).cpu(), storage_bytes(source).cpu())
 
 
-class Watched(StreamMover):
+class Watched(StreamLanes):
     """Notes which device is current as moves are asked for."""
 
     def __init__(self, device: torch.device) -> None:
@@ -75,7 +75,7 @@ class Watched(StreamMover):
 def test_threads_of_the_disk_are_on_their_device_from_the_start(second: torch.device, tmp_path: Path) -> None:
     """A thread begins on device 0: whatever it asks for there, an event's order even, would make a context on it."""
     mover, pool = Watched(second), DiskPool(tmp_path)
-    lanes = DiskLanes(mover)
+    lanes = StagedLanes(mover)
     source = torch.full((NUM_BYTES,), 7, dtype=torch.uint8, device=second).untyped_storage()
     target = torch.zeros(NUM_BYTES, dtype=torch.uint8, device=second).untyped_storage()
     block = pool.allocate(NUM_BYTES)

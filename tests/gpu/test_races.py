@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_offload import MemoryPlugin
-from lightning_offload.runtime.stream_lanes import StreamMover
+from lightning_offload.runtime.stream_lanes import StreamLanes
 from tests.engine.harness import differences
 from tests.fuzz.running import random_planner
 from tests.gpu.device import (
@@ -133,7 +133,7 @@ class TestOnCuda:
 
     def test_every_copy_is_timed(self) -> None:
         """Times wait for the events that tell them, which come later than the copies are known to be done."""
-        mover, num_bytes = StreamMover(torch.device("cuda", torch.cuda.current_device())), 4096
+        mover, num_bytes = StreamLanes(torch.device("cuda", torch.cuda.current_device())), 4096
         host = torch.zeros(2, num_bytes, dtype=torch.uint8).pin_memory()
         source, target = [torch.zeros(num_bytes, dtype=torch.uint8, device=mover.device) for _ in range(2)]
         mover.measure(True)

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 
 from lightning_offload.report import MeasuredStep, PolicyOutcome, comparison_table, render_text
-from lightning_offload.report.tables import size
+from lightning_offload.report.tables import budget_text
 from tests.report.steps import CARD, MIXED, SIX, net, plan_of
 
 
@@ -70,9 +70,9 @@ def test_policies_stand_side_by_side() -> None:
     assert "│ auto │ 500 B │ 13.20 s │ +10.0% │ n/a │ n/a │" in text(comparison=outcomes).splitlines()
 
 
-def test_what_has_no_words_of_its_own() -> None:
-    """No limit of bytes."""
-    assert (size(None), size(1024)) == ("no limit", "1.0 KiB")
+def test_a_budget_that_is_none() -> None:
+    """There is no limit then."""
+    assert budget_text(None) == "no limit"
 
 
 def test_names_are_text_not_markup() -> None:

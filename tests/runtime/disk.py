@@ -17,10 +17,10 @@ import pytest
 import torch
 from typing_extensions import override
 
-from lightning_offload.runtime.disk_lanes import DiskLanes
 from lightning_offload.runtime.lanes import Copy, CpuMover, Mover, storage_bytes
 from lightning_offload.runtime.spill import DiskBlock, DiskPool
 from lightning_offload.runtime.spill_file import ALIGNMENT
+from lightning_offload.runtime.staged_lanes import StagedLanes
 
 SMALL = 2 * ALIGNMENT
 """Chunks of this size make many pieces of few bytes."""
@@ -216,9 +216,9 @@ def pool(tmp_path: Path) -> Iterator[DiskPool]:
 
 
 @pytest.fixture
-def lanes() -> Iterator[DiskLanes]:
+def lanes() -> Iterator[StagedLanes]:
     """Lanes of a CPU, with small chunks."""
-    made = DiskLanes(CpuMover(), chunk_bytes=SMALL)
+    made = StagedLanes(CpuMover(), chunk_bytes=SMALL)
     yield made
     made.close()
 
@@ -232,9 +232,9 @@ def mover() -> Iterator[LateMover]:
 
 
 @pytest.fixture
-def late_lanes(mover: LateMover) -> Iterator[DiskLanes]:
+def late_lanes(mover: LateMover) -> Iterator[StagedLanes]:
     """Its lanes, with small chunks."""
-    made = DiskLanes(mover, chunk_bytes=SMALL)
+    made = StagedLanes(mover, chunk_bytes=SMALL)
     yield made
     mover.compute.set()
     made.close()

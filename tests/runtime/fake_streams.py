@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from lightning_offload.runtime.stream_lanes import StreamMover
+from lightning_offload.runtime.stream_lanes import StreamLanes
 
 
 class FakeEvent:
@@ -79,7 +79,7 @@ class FakeStream:
         delay: Gives the seconds that it sleeps before each copy.
     """
 
-    def __init__(self, mover: FakeStreamMover, delay: Any) -> None:
+    def __init__(self, mover: FakeStreamLanes, delay: Any) -> None:
         self.delay = delay
         self._mover = mover
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -111,7 +111,7 @@ class _Current(threading.local):
     stream: FakeStream | None = None
 
 
-class FakeStreamMover(StreamMover):
+class FakeStreamLanes(StreamLanes):
     """A stream mover for CPU memory.
 
     Args:

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from lightning_offload.errors import SpillError
-from lightning_offload.runtime.disk_lanes import DiskLanes
 from lightning_offload.runtime.lanes import CpuMover
 from lightning_offload.runtime.spill import DiskPool
 from lightning_offload.runtime.spill_file import ALIGNMENT
+from lightning_offload.runtime.staged_lanes import StagedLanes
 from tests.runtime.disk import SMALL, LateMover, block_of, empty, equal, failing, storage_of
 
 SIZE = 5 * SMALL
@@ -32,10 +32,10 @@ def pool(tmp_path: Path) -> Iterator[DiskPool]:
 
 
 @pytest.fixture(params=["at once", "late", "inline"])
-def lanes(request: pytest.FixtureRequest) -> Iterator[DiskLanes]:
+def lanes(request: pytest.FixtureRequest) -> Iterator[StagedLanes]:
     """Lanes of a device that copies at once, of one that is late, and lanes that are closed."""
     mover = LateMover(1, 0.002) if request.param == "late" else CpuMover()
-    made = DiskLanes(mover, chunk_bytes=SMALL)
+    made = StagedLanes(mover, chunk_bytes=SMALL)
     if request.param == "inline":
         made.close()
     yield made
@@ -56,7 +56,7 @@ def failing_from(call: str, offset: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_failed_write(
-    number: int, lanes: DiskLanes, pool: DiskPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    number: int, lanes: StagedLanes, pool: DiskPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Who waits is told each time, the pool gives up with one warning, and what was never written is never read."""
     good, bad, worse = storage_of(1, SIZE), storage_of(2, SIZE), storage_of(3, 1)
@@ -81,7 +81,7 @@ def test_failed_write(
 
 @pytest.mark.parametrize("num_good_pieces", [0, 1, 4])
 def test_write_that_fails_midway(
-    num_good_pieces: int, lanes: DiskLanes, pool: DiskPool, monkeypatch: pytest.MonkeyPatch
+    num_good_pieces: int, lanes: StagedLanes, pool: DiskPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever piece it is, the copy fails as a whole, the next one is made, and nothing is held."""
     bad, good, back = storage_of(1, SIZE), storage_of(2, SIZE), empty(SIZE)
@@ -103,7 +103,7 @@ def test_write_that_fails_midway(
 
 @pytest.mark.parametrize("num_good_pieces", [0, 1, 4])
 def test_read_that_fails(
-    num_good_pieces: int, lanes: DiskLanes, pool: DiskPool, monkeypatch: pytest.MonkeyPatch
+    num_good_pieces: int, lanes: StagedLanes, pool: DiskPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever piece it is, who waits gets an error with the fix, once the device uses the memory no more."""
     storage, back, block = storage_of(1, SIZE), empty(SIZE), block_of(pool, SIZE)
@@ -123,11 +123,11 @@ def test_read_that_fails(
     assert equal(again, storage)
 
 
-def test_file_that_lost_its_end(lanes: DiskLanes, pool: DiskPool) -> None:
+def test_file_that_lost_its_end(lanes: StagedLanes, pool: DiskPool) -> None:
     """Bytes that are not there any more are an error."""
     block = block_of(pool, SIZE)
     lanes.swap_out(storage_of(1, SIZE), block).wait()
-    os.ftruncate(block.file._fd, SIZE - ALIGNMENT)
+    os.ftruncate(block.owner._fd, SIZE - ALIGNMENT)
     with pytest.raises(SpillError, match="only 4096 of them are there"):
         lanes.swap_in(block, empty(SIZE)).wait()
 
@@ -135,7 +135,7 @@ def test_file_that_lost_its_end(lanes: DiskLanes, pool: DiskPool) -> None:
 def test_device_that_fails(pool: DiskPool) -> None:
     """An error of the device in any piece reaches who waits for that copy alone; it is not held against the disk."""
     mover = LateMover()
-    lanes = DiskLanes(mover, chunk_bytes=SMALL)
+    lanes = StagedLanes(mover, chunk_bytes=SMALL)
     storage, block = storage_of(1, SIZE), block_of(pool, SIZE)
     small, small_block = storage_of(2, SMALL), block_of(pool, SMALL)
     lanes.swap_out(small, small_block).wait()
@@ -163,7 +163,7 @@ def test_device_that_fails(pool: DiskPool) -> None:
 def test_mover_that_raises(pool: DiskPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """So does one that fails in the worker itself; what it had begun is let go, and the lanes go on."""
     mover = LateMover()
-    lanes = DiskLanes(mover, chunk_bytes=SMALL)
+    lanes = StagedLanes(mover, chunk_bytes=SMALL)
     storage, block, back = storage_of(1, SIZE), block_of(pool, SIZE), empty(SIZE)
     original = mover._ask
 
@@ -192,7 +192,7 @@ def test_mover_that_raises(pool: DiskPool, monkeypatch: pytest.MonkeyPatch) -> N
     mover.end()
 
 
-def test_folder_deleted_under_way(lanes: DiskLanes, tmp_path: Path) -> None:
+def test_folder_deleted_under_way(lanes: StagedLanes, tmp_path: Path) -> None:
     """Swapping goes on as before, also when the file has to grow."""
     folder = tmp_path / "gone"
     folder.mkdir()
@@ -225,7 +225,7 @@ def test_preparing_gives_back_what_is_much_too_large(tmp_path: Path) -> None:
     folder.rmdir()
     pool.prepare(2 * SIZE)
     assert pool.file_bytes == 640 * SIZE
-    descriptor = block.file._fd
+    descriptor = block.owner._fd
     del block
     pool.prepare(2 * SIZE)
     assert pool.file_bytes == os.fstat(descriptor).st_size == 2 * SIZE
@@ -235,9 +235,9 @@ def test_preparing_gives_back_what_is_much_too_large(tmp_path: Path) -> None:
 
 def test_failures_hold_no_descriptor(pool: DiskPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a failed write the pool can be trimmed at once: no error holds a block in one of its frames."""
-    lanes = DiskLanes(CpuMover(), chunk_bytes=SMALL)
+    lanes = StagedLanes(CpuMover(), chunk_bytes=SMALL)
     block = block_of(pool, SIZE)
-    descriptor = block.file._fd
+    descriptor = block.owner._fd
     monkeypatch.setattr(os, "pwrite", failing(errno.EIO))
     gc.disable()
     try:

@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_offload.errors import SpillError
-from lightning_offload.runtime.disk_lanes import CHUNK_BYTES, DiskLanes, PlainChunk
+from lightning_offload.runtime.host_pool import Slab
 from lightning_offload.runtime.lanes import CpuMover, HostCopy, storage_bytes
 from lightning_offload.runtime.spill import DiskBlock, DiskPool
 from lightning_offload.runtime.spill_file import ALIGNMENT
+from lightning_offload.runtime.staged_lanes import CHUNK_BYTES, StagedLanes
 from tests.runtime.disk import SMALL, LateMover, block_of, empty, equal, storage_of
 from tests.runtime.disk import lanes as lanes
 from tests.runtime.disk import late_lanes as late_lanes
@@ -34,7 +35,7 @@ SIZES = [0, 1, 4095, 4096, 4097, 3 * MIB + 5, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * 
 @pytest.mark.parametrize("num_bytes", SIZES)
 def test_bytes_go_out_and_come_back(num_bytes: int, pool: DiskPool) -> None:
     """A swap-out and a swap-in of any size give another storage the same bytes."""
-    lanes = DiskLanes(CpuMover())
+    lanes = StagedLanes(CpuMover())
     storage, back, block = storage_of(1, num_bytes), empty(num_bytes), block_of(pool, num_bytes)
     out = lanes.swap_out(storage, block)
     out.wait()
@@ -51,7 +52,7 @@ def test_bytes_go_out_and_come_back(num_bytes: int, pool: DiskPool) -> None:
 def test_ring_is_never_overwritten(seed: int, max_delay_seconds: float) -> None:
     """However late a device reads and writes the chunks, blocks asked for, reused and read in any order are right."""
     dice, mover, pool = random.Random(seed), LateMover(seed, max_delay_seconds), DiskPool()
-    lanes = DiskLanes(mover, chunk_bytes=SMALL)
+    lanes = StagedLanes(mover, chunk_bytes=SMALL)
     live: list[tuple[torch.UntypedStorage, DiskBlock]] = []
     checks = []
     for number in range(60):
@@ -75,7 +76,7 @@ def test_ring_is_never_overwritten(seed: int, max_delay_seconds: float) -> None:
     assert pool.file_bytes == 0
 
 
-def test_copies_come_after_their_mark(pool: DiskPool, late_lanes: DiskLanes, mover: LateMover) -> None:
+def test_copies_come_after_their_mark(pool: DiskPool, late_lanes: StagedLanes, mover: LateMover) -> None:
     """What compute was still to do when a copy was asked for is in what the copy reads."""
     storage, block, back = empty(5 * SMALL), block_of(pool, 5 * SMALL), empty(5 * SMALL)
     mover.compute.clear()
@@ -89,7 +90,7 @@ def test_copies_come_after_their_mark(pool: DiskPool, late_lanes: DiskLanes, mov
 
 
 def test_waiting_for_a_copy_in_does_not_block_for_the_device(
-    pool: DiskPool, late_lanes: DiskLanes, mover: LateMover
+    pool: DiskPool, late_lanes: StagedLanes, mover: LateMover
 ) -> None:
     """Once the last move was asked of the device, compute goes on and is ordered after it there."""
     storage, block, back = storage_of(1, 2 * SMALL), block_of(pool, 2 * SMALL), empty(2 * SMALL)
@@ -119,7 +120,7 @@ def moves_at_writes(moves: Sized, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_next_piece_is_on_its_way_while_one_is_written(
-    pool: DiskPool, late_lanes: DiskLanes, mover: LateMover, monkeypatch: pytest.MonkeyPatch
+    pool: DiskPool, late_lanes: StagedLanes, mover: LateMover, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device is asked for a piece before the one before it is written."""
     found = moves_at_writes(mover.moves, monkeypatch)
@@ -128,7 +129,7 @@ def test_next_piece_is_on_its_way_while_one_is_written(
 
 
 def test_next_copy_begins_while_one_is_written(
-    pool: DiskPool, late_lanes: DiskLanes, mover: LateMover, monkeypatch: pytest.MonkeyPatch
+    pool: DiskPool, late_lanes: StagedLanes, mover: LateMover, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So it is for the first piece of the next storage, if that was asked for meanwhile."""
     found, user = moves_at_writes(mover.moves, monkeypatch), HostCopy()
@@ -152,7 +153,7 @@ def test_device_that_copies_at_once_delays_no_copy(pool: DiskPool, monkeypatch: 
     to_host = mover.to_host
     monkeypatch.setattr(mover, "to_host", lambda *args: moves.append(args[3]) or to_host(*args))
     found = moves_at_writes(moves, monkeypatch)
-    lanes = DiskLanes(mover, chunk_bytes=SMALL)
+    lanes = StagedLanes(mover, chunk_bytes=SMALL)
     blocks = [block_of(pool, SMALL) for _ in range(4)]
     blocks[0].after = (user,)
     copies = [lanes.swap_out(storage_of(i, SMALL), block) for i, block in enumerate(blocks)]
@@ -162,7 +163,7 @@ def test_device_that_copies_at_once_delays_no_copy(pool: DiskPool, monkeypatch: 
     assert found == [1, 2, 3, 4]
 
 
-def test_copies_of_one_direction_run_in_order(pool: DiskPool, lanes: DiskLanes) -> None:
+def test_copies_of_one_direction_run_in_order(pool: DiskPool, lanes: StagedLanes) -> None:
     """When the last of many copies to one block is done, so are all before it, and its bytes are there."""
     block, back = block_of(pool, 3 * SMALL), empty(3 * SMALL)
     storages = [storage_of(seed, 3 * SMALL) for seed in range(20)]
@@ -173,7 +174,7 @@ def test_copies_of_one_direction_run_in_order(pool: DiskPool, lanes: DiskLanes) 
     assert equal(back, storages[-1])
 
 
-def test_reading_comes_after_writing(pool: DiskPool, late_lanes: DiskLanes) -> None:
+def test_reading_comes_after_writing(pool: DiskPool, late_lanes: StagedLanes) -> None:
     """A copy in that is asked for while the copy out is under way reads what that writes, and is not overwritten."""
     block, first, second = block_of(pool, 4 * SMALL), storage_of(1, 4 * SMALL), storage_of(2, 4 * SMALL)
     backs = [empty(4 * SMALL) for _ in range(3)]
@@ -190,7 +191,7 @@ def test_reading_comes_after_writing(pool: DiskPool, late_lanes: DiskLanes) -> N
 
 @pytest.mark.parametrize("does_fail", [False, True])
 def test_earlier_users_of_a_range_come_first(
-    does_fail: bool, pool: DiskPool, lanes: DiskLanes, monkeypatch: pytest.MonkeyPatch
+    does_fail: bool, pool: DiskPool, lanes: StagedLanes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is written to a block before the copies that used its range have ended, well or not."""
     pwrite, written = os.pwrite, threading.Event()
@@ -212,7 +213,7 @@ def test_earlier_users_of_a_range_come_first(
 
 
 def test_workers_do_not_wait_for_each_other_in_a_circle(
-    pool: DiskPool, late_lanes: DiskLanes, mover: LateMover
+    pool: DiskPool, late_lanes: StagedLanes, mover: LateMover
 ) -> None:
     """A copy out that waits for a reader of its range ends what the reader waits for first."""
     first, second = block_of(pool, SMALL), block_of(pool, SMALL)
@@ -227,7 +228,7 @@ def test_workers_do_not_wait_for_each_other_in_a_circle(
     assert all(equal(*pair) for pair in zip(storages, backs, strict=True))
 
 
-def test_worker_lets_go_of_the_storage_before_it_reports(pool: DiskPool, lanes: DiskLanes) -> None:
+def test_worker_lets_go_of_the_storage_before_it_reports(pool: DiskPool, lanes: StagedLanes) -> None:
     """Who waits for a copy is the last to hold the storage: dropping it frees it at once; blocks likewise."""
     for seed in range(50):
         storage, block = storage_of(seed, SMALL + 1), block_of(pool, SMALL + 1)
@@ -244,7 +245,7 @@ def test_worker_lets_go_of_the_storage_before_it_reports(pool: DiskPool, lanes: 
         assert pool.used_bytes == 0
 
 
-def test_lanes_hold_nothing_once_drained(pool: DiskPool, late_lanes: DiskLanes) -> None:
+def test_lanes_hold_nothing_once_drained(pool: DiskPool, late_lanes: StagedLanes) -> None:
     """Copies that nobody waits for are over after a drain, and their memory is free."""
     blocks = [block_of(pool, 5 * SMALL) for _ in range(5)]
     storages = [storage_of(seed, 5 * SMALL) for seed in range(5)]
@@ -262,7 +263,7 @@ def test_lanes_hold_nothing_once_drained(pool: DiskPool, late_lanes: DiskLanes) 
     assert pool.used_bytes == 0
 
 
-def test_settled_lanes_hold_nothing_that_nobody_waits_for(pool: DiskPool, late_lanes: DiskLanes) -> None:
+def test_settled_lanes_hold_nothing_that_nobody_waits_for(pool: DiskPool, late_lanes: StagedLanes) -> None:
     """Copies of what was dropped meanwhile are waited for, in both directions, and their memory is free."""
     block, storage, back = block_of(pool, 3 * SMALL), storage_of(1, 3 * SMALL), empty(3 * SMALL)
     alive = [weakref.ref(storage), weakref.ref(back)]
@@ -273,7 +274,7 @@ def test_settled_lanes_hold_nothing_that_nobody_waits_for(pool: DiskPool, late_l
     assert [ref() for ref in alive] == [None, None]
 
 
-def test_closed_lanes_are_drained_too(pool: DiskPool, late_lanes: DiskLanes, mover: LateMover) -> None:
+def test_closed_lanes_are_drained_too(pool: DiskPool, late_lanes: StagedLanes, mover: LateMover) -> None:
     """What the device still has to do for a copy that the calling thread made is over after a drain."""
     block, back = block_of(pool, 2 * SMALL), empty(2 * SMALL)
     storage = storage_of(1, 2 * SMALL)
@@ -287,7 +288,7 @@ def test_closed_lanes_are_drained_too(pool: DiskPool, late_lanes: DiskLanes, mov
 
 @pytest.mark.parametrize("is_in", [False, True])
 def test_nothing_is_held_when_a_copy_is_reported(
-    is_in: bool, pool: DiskPool, lanes: DiskLanes, monkeypatch: pytest.MonkeyPatch
+    is_in: bool, pool: DiskPool, lanes: StagedLanes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Storage and block are free at the very moment at which who waits may go on."""
     storage, block, user = storage_of(1, SMALL + 1), block_of(pool, SMALL + 1), HostCopy()
@@ -317,13 +318,13 @@ def ours() -> set[str]:
 
 def test_threads_start_with_the_first_copy_and_end_with_close(pool: DiskPool) -> None:
     """Lanes that were never used have no threads; closed lanes have none either, and copy inline."""
-    lanes = DiskLanes(CpuMover(), chunk_bytes=SMALL)
+    lanes = StagedLanes(CpuMover(), chunk_bytes=SMALL)
     assert ours() == set()
     storage, block, back = storage_of(1, 5 * SMALL), block_of(pool, 5 * SMALL), empty(5 * SMALL)
     copy = lanes.swap_out(storage, block)
-    assert ours() == {"lightning-offload-disk-write"}
+    assert ours() == {"lightning-offload-disk-out"}
     lanes.swap_in(block, back)
-    assert ours() == {"lightning-offload-disk-write", "lightning-offload-disk-read"}
+    assert ours() == {"lightning-offload-disk-out", "lightning-offload-disk-in"}
     lanes.close()
     assert copy.is_done
     assert ours() == set()
@@ -340,17 +341,20 @@ def test_threads_start_with_the_first_copy_and_end_with_close(pool: DiskPool) ->
 
 def test_chunks_come_from_whom_the_device_needs_them(pool: DiskPool) -> None:
     """Two chunks for each direction in use, asked for in the calling thread, and dropped by close."""
-    made: list[weakref.ref[PlainChunk]] = []
+    made: list[weakref.ref[Slab]] = []
     threads = set()
 
-    def staging(num_bytes: int) -> PlainChunk:
-        chunk = PlainChunk(num_bytes)
+    class Chunk(Slab):
+        __slots__ = ("__weakref__",)
+
+    def staging(num_bytes: int) -> Slab:
+        chunk = Chunk(num_bytes)
         made.append(weakref.ref(chunk))
         threads.add(threading.get_ident())
         assert num_bytes == SMALL
         return chunk
 
-    lanes = DiskLanes(CpuMover(), staging, chunk_bytes=SMALL)
+    lanes = StagedLanes(CpuMover(), staging, chunk_bytes=SMALL)
     assert made == []
     block = block_of(pool, 5 * SMALL)
     lanes.swap_out(storage_of(1, 5 * SMALL), block).wait()
@@ -366,7 +370,7 @@ def test_chunks_come_from_whom_the_device_needs_them(pool: DiskPool) -> None:
     lanes.close()
 
 
-def test_times_are_those_of_the_bytes_moved(pool: DiskPool, lanes: DiskLanes) -> None:
+def test_times_are_those_of_the_bytes_moved(pool: DiskPool, lanes: StagedLanes) -> None:
     """Each direction counts the bytes it moved and some time, since it was last asked."""
     block = block_of(pool, 5 * SMALL + 1)
     lanes.swap_out(storage_of(1, 5 * SMALL + 1), block)
@@ -388,11 +392,11 @@ def test_a_thread_tells_its_mover_before_it_asks_for_moves(pool: DiskPool) -> No
             begun.append(threading.current_thread().name)
             raise RuntimeError("there is no such device")
 
-    lanes = DiskLanes(Mover(), chunk_bytes=SMALL)
+    lanes = StagedLanes(Mover(), chunk_bytes=SMALL)
     for _ in range(2):
         storage, back, block = storage_of(1, SMALL), empty(SMALL), block_of(pool, SMALL)
         lanes.swap_out(storage, block).wait()
         lanes.swap_in(block, back).wait()
         assert equal(storage, back)
     lanes.close()
-    assert begun == ["lightning-offload-disk-write", "lightning-offload-disk-read"]
+    assert begun == ["lightning-offload-disk-out", "lightning-offload-disk-in"]

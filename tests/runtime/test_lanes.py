@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ import torch
 from lightning_offload.errors import SpillError
 from lightning_offload.runtime.cpu_lanes import SMALL_BYTES, CpuLanes
 from lightning_offload.runtime.host_pool import HostBlock, HostPool
-from lightning_offload.runtime.lanes import Copy, CopyLanes, CpuMover, FakeLanes, HostCopy, memory_bytes, storage_bytes
+from lightning_offload.runtime.lanes import CopyLanes, FakeLanes, HostCopy, memory_bytes, storage_bytes
 from lightning_offload.runtime.tiers import lanes_for
 from tests.runtime.inline import inline_lanes
 
@@ -74,14 +73,14 @@ def test_copies_of_one_direction_run_in_order(lanes: CopyLanes) -> None:
 def test_failed_copy_raises_in_who_waits(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error in a copy reaches each ``wait``, whoever makes it, and the lane goes on with the next copy."""
     lanes = CpuLanes()
-    original = CpuMover.to_host
+    original = HostBlock.put
 
-    def failing(self: CpuMover, mark: Any, storage: torch.UntypedStorage, *rest: int) -> Copy:
-        if storage.nbytes() == size:
+    def failing(self: HostBlock, begin: int, address: int, num_bytes: int) -> None:
+        if num_bytes == size:
             raise MemoryError("no such page")
-        return original(self, mark, storage, *rest)
+        original(self, begin, address, num_bytes)
 
-    monkeypatch.setattr(CpuMover, "to_host", failing)
+    monkeypatch.setattr(HostBlock, "put", failing)
     pool = HostPool()
     try:
         bad = lanes.swap_out(storage_of(1, size), block_of(pool, size))

@@ -7,28 +7,27 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightning_offload.runtime.disk_lanes import PlainChunk
-from lightning_offload.runtime.host_pool import HostBlock, HostPool
+from lightning_offload.runtime.host_pool import HostBlock, HostPool, Slab
 from lightning_offload.runtime.lanes import storage_bytes
-from lightning_offload.runtime.pageable_lanes import PageableLanes
-from lightning_offload.runtime.stream_lanes import StreamLanes
-from tests.runtime.fake_streams import FakeStreamMover
+from lightning_offload.runtime.staged_lanes import StagedLanes
+from lightning_offload.runtime.tiers import Tiers
+from tests.runtime.fake_streams import FakeStreamLanes
 
 CHUNK_BYTES = 4096
 SIZES = (1, 100, CHUNK_BYTES, CHUNK_BYTES + 1, 5 * CHUNK_BYTES + 17)
 
 
 @pytest.fixture(params=[1, 2, 3])
-def mover(request: pytest.FixtureRequest) -> Iterator[FakeStreamMover]:
+def mover(request: pytest.FixtureRequest) -> Iterator[FakeStreamLanes]:
     """Streams that are late."""
-    made = FakeStreamMover(seed=request.param, max_delay_seconds=0.01)
+    made = FakeStreamLanes(seed=request.param, max_delay_seconds=0.01)
     yield made
     made.end()
 
 
-def lanes_on(mover: FakeStreamMover) -> PageableLanes:
+def lanes_on(mover: FakeStreamLanes) -> StagedLanes:
     """Lanes whose chunks are small."""
-    return PageableLanes(mover, PlainChunk, chunk_bytes=CHUNK_BYTES)
+    return StagedLanes(mover, Slab, chunk_bytes=CHUNK_BYTES)
 
 
 def numbers(num_bytes: int, seed: int) -> torch.UntypedStorage:
@@ -44,7 +43,7 @@ def block_of(pool: HostPool, num_bytes: int) -> HostBlock:
     return block
 
 
-def test_bytes_come_back(mover: FakeStreamMover) -> None:
+def test_bytes_come_back(mover: FakeStreamLanes) -> None:
     """Of any size, several under way at once."""
     lanes, pool = lanes_on(mover), HostPool()
     sources = [numbers(size, seed) for seed, size in enumerate(SIZES)]
@@ -60,7 +59,7 @@ def test_bytes_come_back(mover: FakeStreamMover) -> None:
     lanes.close()
 
 
-def test_memory_is_used_again_behind_its_copies(mover: FakeStreamMover) -> None:
+def test_memory_is_used_again_behind_its_copies(mover: FakeStreamLanes) -> None:
     """A block that is dropped while it is read is given to the next one, who must not overwrite it too early."""
     lanes, pool = lanes_on(mover), HostPool()
     size = 3 * CHUNK_BYTES
@@ -78,7 +77,7 @@ def test_memory_is_used_again_behind_its_copies(mover: FakeStreamMover) -> None:
     lanes.close()
 
 
-def test_a_block_is_read_twice(mover: FakeStreamMover) -> None:
+def test_a_block_is_read_twice(mover: FakeStreamLanes) -> None:
     """And may be filled again after that."""
     lanes, pool = lanes_on(mover), HostPool()
     size = 2 * CHUNK_BYTES + 5
@@ -96,27 +95,27 @@ def test_a_block_is_read_twice(mover: FakeStreamMover) -> None:
     lanes.close()
 
 
-def test_an_accelerators_lanes_take_them_for_such_memory_alone(mover: FakeStreamMover) -> None:
+def test_tiers_take_them_for_such_memory_alone(mover: FakeStreamLanes) -> None:
     """They are made when there first is such memory, and their copies are timed with the others."""
-    made: list[PageableLanes] = []
+    made: list[StagedLanes] = []
 
-    def make() -> PageableLanes:
+    def make() -> StagedLanes:
         made.append(lanes_on(mover))
         return made[-1]
 
-    lanes, pool = StreamLanes(mover, make), HostPool()
-    lanes.measure(True)
+    tiers = Tiers(mover, pageable=make)
+    tiers.measure(True)
     assert not made
     source, target = numbers(100, 1), torch.UntypedStorage(100)
-    block = block_of(pool, 100)
-    lanes.swap_out(source, block).wait()
-    lanes.swap_in(block, target).wait()
+    block = block_of(tiers.host, 100)
+    tiers.swap_out(source, block).wait()
+    tiers.swap_in(block, target).wait()
     assert len(made) == 1
     assert torch.equal(storage_bytes(source), storage_bytes(target))
-    pool._slabs[0].is_pinned = True
-    lanes.swap_out(source, block).wait()
-    pool._slabs[0].is_pinned = False
-    times = lanes.take_times()
+    block.owner.is_pinned = True
+    tiers.swap_out(source, block).wait()
+    block.owner.is_pinned = False
+    times = tiers.take_times()["host"]
     assert times.out_bytes >= 200
     assert times.in_bytes >= 100
-    lanes.close()
+    tiers.close()

@@ -13,7 +13,7 @@ import torch
 from lightning_offload.runtime import pinning
 from lightning_offload.runtime import pinning as numa
 from lightning_offload.runtime.host_pool import HostPool, Slab
-from lightning_offload.runtime.pinning import CudaPinning, NotPinned, pinning_for
+from lightning_offload.runtime.pinning import CudaPinning, pinning_for
 
 MIB = 1 << 20
 
@@ -102,11 +102,11 @@ def test_small_mappings_are_page_locked_after_a_refusal(runtime: FakeRuntime, ca
     runtime.error = 2
     made = cuda_pinning()
     with caplog.at_level(logging.WARNING):
-        assert not Slab(5 * MIB, made, pin=True).is_pinned
-        assert not Slab(MIB, made, pin=True, despite_refusal=True).is_pinned
+        assert not Slab(5 * MIB, made).is_pinned
+        assert not Slab(MIB, made, despite_refusal=True).is_pinned
         runtime.error = 0
-        assert not Slab(5 * MIB, made, pin=True).is_pinned
-        chunk = Slab(MIB, made, pin=True, despite_refusal=True)
+        assert not Slab(5 * MIB, made).is_pinned
+        chunk = Slab(MIB, made, despite_refusal=True)
     assert chunk.is_pinned
     assert list(runtime.registered.values()) == [MIB]
     assert len(caplog.records) == 1
@@ -116,7 +116,7 @@ def test_small_mappings_are_page_locked_after_a_refusal(runtime: FakeRuntime, ca
 
 def test_a_cpu_needs_no_pinning() -> None:
     """Its own lanes copy by address."""
-    assert isinstance(pinning_for(torch.device("cpu")), NotPinned)
+    assert not pinning_for(torch.device("cpu")).can_pin
     assert not HostPool().is_pinning_refused
 
 

@@ -50,7 +50,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert num_bytes <= block.size < num_bytes + ALIGNMENT + (num_bytes == 0)
         self.number += 1
         page = Page.random(self.number, block.size)
-        block.file.write(page.address, block.size, block.offset)
+        block.owner.write(page.address, block.size, block.offset)
         self.live[self.number] = (block, page)
         return self.number
 
@@ -58,7 +58,7 @@ class PoolMachine(RuleBasedStateMachine):
     def drop(self, number: int) -> None:
         block, page = self.live.pop(number)
         back = Page(block.size)
-        block.file.read(back.address, block.size, block.offset)
+        block.owner.read(back.address, block.size, block.offset)
         assert back.bytes == page.bytes
 
     @rule(num_bytes=st.integers(0, 100 * MIB))
@@ -80,7 +80,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert again is not None
         assert again.offset == offset
         self.live[number] = (again, Page(again.size))
-        again.file.write(self.live[number][1].address, again.size, offset)
+        again.owner.write(self.live[number][1].address, again.size, offset)
 
     @invariant()
     def no_two_live_blocks_overlap(self) -> None:
@@ -198,7 +198,7 @@ def test_folder_that_cannot_be_used(tmp_path: Path, caplog: pytest.LogCaptureFix
 def test_failed_pool_hands_out_nothing(pool: DiskPool, caplog: pytest.LogCaptureFixture) -> None:
     """After a failed write there is one warning with folder and reason; blocks that live can still be read."""
     block, page, back = block_of(pool, MIB), Page.random(1, MIB), Page(MIB)
-    block.file.write(page.address, MIB, block.offset)
+    block.owner.write(page.address, MIB, block.offset)
     error = SpillError("no more of this")
     with caplog.at_level(logging.WARNING):
         pool.fail(error)
@@ -210,7 +210,7 @@ def test_failed_pool_hands_out_nothing(pool: DiskPool, caplog: pytest.LogCapture
     assert pool.allocate(1) is None
     pool.prepare(200 * MIB)
     assert pool.file_bytes < 200 * MIB
-    block.file.read(back.address, MIB, block.offset)
+    block.owner.read(back.address, MIB, block.offset)
     assert back.bytes == page.bytes
     assert len(caplog.records) == 1
 
@@ -218,7 +218,7 @@ def test_failed_pool_hands_out_nothing(pool: DiskPool, caplog: pytest.LogCapture
 def test_trim_gives_the_disk_back(pool: DiskPool) -> None:
     """Without a block there is neither space nor descriptor; with one, all stays."""
     block = block_of(pool, MIB)
-    descriptor = block.file._fd
+    descriptor = block.owner._fd
     pool.trim()
     assert pool.file_bytes >= MIB
     del block
@@ -236,7 +236,7 @@ def test_blocks_of_a_closed_file_do_not_return_to_the_next(pool: DiskPool) -> No
     pool.close()
     new = block_of(pool, MIB)
     with pytest.raises(SpillError, match="closed"):
-        old.file.read(Page(MIB).address, MIB, old.offset)
+        old.owner.read(Page(MIB).address, MIB, old.offset)
     del old
     pool.collect()
     assert pool.used_bytes == MIB
@@ -249,8 +249,8 @@ def test_blocks_outlive_their_pool(tmp_path: Path) -> None:
     block, page, back = block_of(pool, MIB), Page.random(1, MIB), Page(MIB)
     del pool
     gc.collect()
-    block.file.write(page.address, MIB, block.offset)
-    block.file.read(back.address, MIB, block.offset)
+    block.owner.write(page.address, MIB, block.offset)
+    block.owner.read(back.address, MIB, block.offset)
     assert back.bytes == page.bytes
 
 

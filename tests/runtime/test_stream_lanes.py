@@ -12,14 +12,14 @@ import torch
 
 from lightning_offload.runtime.host_pool import HostBlock, HostPool
 from lightning_offload.runtime.lanes import memory_bytes, storage_bytes
-from lightning_offload.runtime.stream_lanes import StreamCopy, StreamLanes, StreamMover, _added, _Direction
-from tests.runtime.fake_streams import FakeStream, FakeStreamMover
+from lightning_offload.runtime.stream_lanes import StreamCopy, StreamLanes, _added, _Direction
+from tests.runtime.fake_streams import FakeStream, FakeStreamLanes
 
 
 @pytest.fixture
-def mover() -> Iterator[FakeStreamMover]:
+def mover() -> Iterator[FakeStreamLanes]:
     """Streams that dawdle."""
-    made = FakeStreamMover(seed=1, max_delay_seconds=0.01)
+    made = FakeStreamLanes(seed=1, max_delay_seconds=0.01)
     yield made
     made.end()
 
@@ -42,9 +42,9 @@ def marks(block: HostBlock) -> set[int]:
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4096, 1 << 20])
-def test_bytes_go_out_and_come_back(mover: FakeStreamMover, num_bytes: int) -> None:
+def test_bytes_go_out_and_come_back(mover: FakeStreamLanes, num_bytes: int) -> None:
     """What was swapped out comes back, whatever the streams' delays."""
-    lanes, pool = StreamLanes(mover), HostPool()
+    lanes, pool = mover, HostPool()
     torch.manual_seed(0)
     source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
     block = block_of(pool, num_bytes)
@@ -54,9 +54,9 @@ def test_bytes_go_out_and_come_back(mover: FakeStreamMover, num_bytes: int) -> N
     assert torch.equal(storage_bytes(back), source)
 
 
-def test_memory_of_a_copy_that_nobody_waits_for_is_held_until_it_is_done(mover: FakeStreamMover) -> None:
+def test_memory_of_a_copy_that_nobody_waits_for_is_held_until_it_is_done(mover: FakeStreamLanes) -> None:
     """Dropping a storage while its copy is under way does not free it; the lane lets go of it later."""
-    lanes, pool = StreamLanes(mover), HostPool()
+    lanes, pool = mover, HostPool()
     blocks = [block_of(pool) for _ in range(20)]
     alive = []
     for mark, block in enumerate(blocks):
@@ -71,10 +71,10 @@ def test_memory_of_a_copy_that_nobody_waits_for_is_held_until_it_is_done(mover: 
 
 
 def test_settling_waits_for_the_copies_that_nobody_waits_for_alone(
-    mover: FakeStreamMover, monkeypatch: pytest.MonkeyPatch
+    mover: FakeStreamLanes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host does not stand still for those that compute has been told to wait for."""
-    lanes, pool = StreamLanes(mover), HostPool()
+    lanes, pool = mover, HostPool()
     waited, dropped = (lanes.swap_out(storage_of(mark), block_of(pool)) for mark in (1, 2))
     assert isinstance(dropped, StreamCopy)
     waited.wait()
@@ -90,9 +90,9 @@ def test_settling_waits_for_the_copies_that_nobody_waits_for_alone(
     assert dropped.storage is None
 
 
-def test_who_waits_is_the_last_to_hold_the_storage(mover: FakeStreamMover) -> None:
+def test_who_waits_is_the_last_to_hold_the_storage(mover: FakeStreamLanes) -> None:
     """After a wait the lane holds no device memory, so dropping it frees it at that very place in the program."""
-    lanes, pool = StreamLanes(mover), HostPool()
+    lanes, pool = mover, HostPool()
     for mark in range(20):
         storage = storage_of(mark)
         alive = weakref.ref(storage)
@@ -101,9 +101,9 @@ def test_who_waits_is_the_last_to_hold_the_storage(mover: FakeStreamMover) -> No
         assert alive() is None
 
 
-def test_blocks_are_used_again_only_after_their_last_copy(mover: FakeStreamMover) -> None:
+def test_blocks_are_used_again_only_after_their_last_copy(mover: FakeStreamLanes) -> None:
     """A block that is dropped while it is read may be handed out at once: the next copy to it comes after."""
-    lanes, pool = StreamLanes(mover), HostPool()
+    lanes, pool = mover, HostPool()
     assert pool.prepare(4096)
     backs = []
     for mark in range(30):
@@ -123,14 +123,14 @@ def test_blocks_are_used_again_only_after_their_last_copy(mover: FakeStreamMover
 def test_copies_come_after_what_compute_had_been_asked_for() -> None:
     """Compute is a stream of its own here, and late: a copy out holds what it will have written by then."""
 
-    class LateCompute(FakeStreamMover):
+    class LateCompute(FakeStreamLanes):
         def compute_stream(self) -> FakeStream:  # type: ignore[override]
             return late[0]
 
     late: list[FakeStream] = []
     mover = LateCompute()
     late.append(mover.new_stream())
-    lanes, pool = StreamLanes(mover), HostPool()
+    lanes, pool = mover, HostPool()
     storage, block = storage_of(0), block_of(pool)
 
     def write() -> None:
@@ -153,12 +153,12 @@ def test_copies_come_after_what_compute_had_been_asked_for() -> None:
 
 def test_memory_is_given_back_on_the_stream_it_came_from() -> None:
     """Where another stream computes by the time of the wait, the one that asked for the copy waits too."""
-    mover = FakeStreamMover()
+    mover = FakeStreamLanes()
     first, second = mover.new_stream(), mover.new_stream()
     current = [first]
     mover.compute_stream = lambda: current[0]  # type: ignore[method-assign, assignment, return-value]
     mover.out_stream.delay = lambda: 0.05
-    lanes, pool = StreamLanes(mover), HostPool()
+    lanes, pool = mover, HostPool()
     block, storage = block_of(pool), storage_of(5)
     copy = lanes.swap_out(storage, block)
     current[0] = second
@@ -169,9 +169,9 @@ def test_memory_is_given_back_on_the_stream_it_came_from() -> None:
     assert marks(block) == {5}
 
 
-def test_measuring_times_copies_and_stalls(mover: FakeStreamMover) -> None:
+def test_measuring_times_copies_and_stalls(mover: FakeStreamLanes) -> None:
     """Bytes and seconds of each direction are taken once, for the copies since measuring began."""
-    lanes, pool = StreamLanes(mover), HostPool()
+    lanes, pool = mover, HostPool()
     block = block_of(pool)
     lanes.swap_out(storage_of(1), block).wait()
     lanes.measure(True)
@@ -184,9 +184,9 @@ def test_measuring_times_copies_and_stalls(mover: FakeStreamMover) -> None:
     assert lanes.take_times().out_bytes == 0
 
 
-def test_lanes_forget_copies_that_are_done(mover: FakeStreamMover) -> None:
+def test_lanes_forget_copies_that_are_done(mover: FakeStreamLanes) -> None:
     """A long run keeps no trace of its copies."""
-    lanes, pool = StreamLanes(mover), HostPool()
+    lanes, pool = mover, HostPool()
     block, storage = block_of(pool), storage_of(7)
     for _ in range(100):
         lanes.swap_out(storage, block).wait()
@@ -225,5 +225,5 @@ def test_lanes_take_streams_that_users_do_not_get(monkeypatch: pytest.MonkeyPatc
     asked: list[tuple[torch.device, int]] = []
     device = torch.device("cuda", 1)
     monkeypatch.setattr(torch, "Stream", lambda device, *, priority=0: asked.append((device, priority)))
-    StreamMover(device)
+    StreamLanes(device)
     assert asked == [(device, -1)] * 2

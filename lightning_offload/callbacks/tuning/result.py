@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_offload.errors import OffloadError, TuningError
 from lightning_offload.lightning_packages import rank_zero
 from lightning_offload.report.printed import Printed
-from lightning_offload.report.tuning_picture import save_tuning_png
-from lightning_offload.report.tuning_plot import TuningCurve, TuningPoint, save_tuning_html
+from lightning_offload.report.tuning_plot import TuningCurve, TuningPoint, save_tuning_html, save_tuning_png
 from lightning_offload.tuning.noise_scale import batch_efficiency
 from lightning_offload.tuning.posterior import pool
 from lightning_offload.tuning.trial import Prediction, Trial

@@ -11,26 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_offload.capture.cuda import recurrent
+from lightning_offload.capture.known_values import BesideFakes
 
 _aten: Any = torch.ops.aten
 
 
-class CudaKernels(TorchDispatchMode):
-    """Answers for CUDA's kernels; to be entered inside of a fake mode, and outside of what records."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    @classmethod
-    @override
-    def is_infra_mode(cls) -> bool:
-        return True
+class CudaKernels(BesideFakes):
+    """Answers for CUDA's kernels."""
 
     @override
     def __torch_dispatch__(

@@ -6,7 +6,9 @@ import dataclasses
 
 import pytest
 
-from lightning_offload.capture.observed import MIN_BYTES, Observed, updated
+from lightning_offload.graph.memory_plan import Tier
+from lightning_offload.plugins.link_rates import MIN_BYTES, updated
+from lightning_offload.runtime.lanes import LaneTimes
 from tests.graph.building import DEVICE
 
 SPEC = dataclasses.replace(
@@ -20,13 +22,11 @@ SPEC = dataclasses.replace(
 
 def test_a_slower_link_is_lowered_half_of_the_way() -> None:
     """Each link moves towards its own observation."""
-    observed = Observed(
-        out_bytes=10**9, out_seconds=0.02,  # 50 GB/s
-        in_bytes=10**9, in_seconds=0.025,  # 40 GB/s
-        disk_out_bytes=10**9, disk_out_seconds=1.0,
-        disk_in_bytes=10**9, disk_in_seconds=0.5,
-    )  # fmt: skip
-    assert updated(SPEC, observed) == dataclasses.replace(
+    did = {
+        "host": LaneTimes(out_bytes=10**9, out_seconds=0.02, in_bytes=10**9, in_seconds=0.025),  # 50 and 40 GB/s
+        "disk": LaneTimes(out_bytes=10**9, out_seconds=1.0, in_bytes=10**9, in_seconds=0.5),
+    }
+    assert updated(SPEC, did) == dataclasses.replace(
         SPEC,
         d2h_bytes_per_second=75e9,
         h2d_bytes_per_second=60e9,
@@ -35,20 +35,23 @@ def test_a_slower_link_is_lowered_half_of_the_way() -> None:
     )
 
 
-def copying(gigabytes_per_second: float) -> Observed:
+def copying(gigabytes_per_second: float) -> dict[Tier, LaneTimes]:
     """A step in which all links copied at a rate."""
     seconds = 1 / gigabytes_per_second
-    return Observed(
-        out_bytes=10**9, out_seconds=seconds, in_bytes=10**9, in_seconds=seconds,
-        disk_out_bytes=10**9, disk_out_seconds=seconds, disk_in_bytes=10**9, disk_in_seconds=seconds,
-    )  # fmt: skip
+    times = LaneTimes(out_bytes=10**9, out_seconds=seconds, in_bytes=10**9, in_seconds=seconds)
+    return {"host": times, "disk": times}
+
+
+def swapping_out(num_bytes: int, seconds: float, tier: Tier = "host") -> dict[Tier, LaneTimes]:
+    """A step in which one link copied."""
+    return {tier: LaneTimes(out_bytes=num_bytes, out_seconds=seconds)}
 
 
 def test_a_link_that_was_faster_once_keeps_its_rate() -> None:
     """It may have been luck, and a plan that counts on too much stalls."""
     assert updated(SPEC, copying(200)) == SPEC
     assert updated(SPEC, copying(200), before=copying(4)) == SPEC
-    assert updated(SPEC, copying(200), before=Observed(out_bytes=MIN_BYTES - 1, out_seconds=1e-9)) == SPEC
+    assert updated(SPEC, copying(200), before=swapping_out(MIN_BYTES - 1, 1e-9)) == SPEC
 
 
 def test_a_link_that_is_faster_twice_is_raised() -> None:
@@ -64,16 +67,16 @@ def test_a_link_that_is_faster_twice_is_raised() -> None:
 
 def test_little_traffic_says_nothing() -> None:
     """Small copies are about latencies, and nothing copied is no rate at all."""
-    assert updated(SPEC, Observed(out_bytes=MIN_BYTES - 1, out_seconds=10.0)) == SPEC
-    assert updated(SPEC, Observed(out_bytes=MIN_BYTES, out_seconds=0.0)) == SPEC
-    assert updated(SPEC, Observed()) == SPEC
+    assert updated(SPEC, swapping_out(MIN_BYTES - 1, 10.0)) == SPEC
+    assert updated(SPEC, swapping_out(MIN_BYTES, 0.0)) == SPEC
+    assert updated(SPEC, {}) == SPEC
 
 
 def test_repeated_observations_converge() -> None:
     """A link that stays slow ends at what was observed, never below."""
-    spec, observed = SPEC, Observed(out_bytes=10**9, out_seconds=0.1)
+    spec, did = SPEC, swapping_out(10**9, 0.1)
     for _ in range(20):
-        spec = updated(spec, observed)
+        spec = updated(spec, did)
         assert spec.d2h_bytes_per_second >= 10e9
     assert spec.d2h_bytes_per_second < 10.01e9
 
@@ -81,5 +84,4 @@ def test_repeated_observations_converge() -> None:
 def test_a_disk_that_is_not_there_stays_away() -> None:
     """A rate of 0 means no disk tier, whatever was observed."""
     spec = dataclasses.replace(SPEC, disk_write_bytes_per_second=0.0)
-    observed = Observed(disk_out_bytes=10**9, disk_out_seconds=1.0)
-    assert updated(spec, observed).disk_write_bytes_per_second == 0.0
+    assert updated(spec, swapping_out(10**9, 1.0, "disk")).disk_write_bytes_per_second == 0.0

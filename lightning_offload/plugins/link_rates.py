@@ -9,9 +9,12 @@ were measured; a disk's rates are never raised, since its caches are fast for a 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.graph.memory_plan import Tier
+from lightning_offload.runtime.lanes import LaneTimes
 
 SMOOTHING = 0.5
 """Weight of one step's observation: a single slow step moves a rate half of the way, three in a row nearly all."""
@@ -19,40 +22,16 @@ SMOOTHING = 0.5
 MIN_BYTES = 8 << 20
 """Less than this is about latencies, not about rates."""
 
-_LANES = {"d2h": "out", "h2d": "in", "disk_write": "disk_out", "disk_read": "disk_in"}
-"""By link, as a spec names it: the lane, as an observation does."""
+_LANES: dict[str, tuple[Tier, str]] = {
+    "d2h": ("host", "out"), "h2d": ("host", "in"), "disk_write": ("disk", "out"), "disk_read": ("disk", "in")
+}  # fmt: skip
+"""By link, as a spec names it: the tier, and the direction as its lanes name that."""
+
+LanesDid = Mapping[Tier, LaneTimes]
+"""By tier: what its lanes did in one step."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
-    """What the lanes of a device did in one step.
-
-    Seconds are those in which a lane was copying, waits for its turn aside.
-
-    Attributes:
-        out_bytes: Swapped out to the host.
-        out_seconds: Duration of these copies.
-        in_bytes: Swapped in from the host.
-        in_seconds: Duration of these copies.
-        disk_out_bytes: Written to the disk tier.
-        disk_out_seconds: Duration of these writes.
-        disk_in_bytes: Read from the disk tier.
-        disk_in_seconds: Duration of these reads.
-        stall_seconds: Time that compute waited for any of them.
-    """
-
-    out_bytes: int = 0
-    out_seconds: float = 0.0
-    in_bytes: int = 0
-    in_seconds: float = 0.0
-    disk_out_bytes: int = 0
-    disk_out_seconds: float = 0.0
-    disk_in_bytes: int = 0
-    disk_in_seconds: float = 0.0
-    stall_seconds: float = 0.0
-
-
-def updated(spec: DeviceSpec, observed: Observed, before: Observed | None = None) -> DeviceSpec:
+def updated(spec: DeviceSpec, did: LanesDid, before: LanesDid | None = None) -> DeviceSpec:
     """The spec with rates moved towards those observed in a step.
 
     For each link: ``rate + SMOOTHING * (observed - rate)`` where it was slower than its rate, the slower one of the
@@ -61,19 +40,20 @@ def updated(spec: DeviceSpec, observed: Observed, before: Observed | None = None
 
     Args:
         spec: What is known so far.
-        observed: What the step showed.
+        did: What the step showed.
         before: What the last measured step before it showed.
     """
     rates: dict[str, Any] = {}
-    for link, lane in _LANES.items():
+    for link, (tier, direction) in _LANES.items():
         name = f"{link}_bytes_per_second"
-        last = None if lane.startswith("disk") or before is None else _rate(before, lane)
-        rates[name] = _moved(getattr(spec, name), _rate(observed, lane), last)
+        last = None if tier == "disk" or before is None else _rate(before, tier, direction)
+        rates[name] = _moved(getattr(spec, name), _rate(did, tier, direction), last)
     return dataclasses.replace(spec, **rates)
 
 
-def _rate(observed: Observed, lane: str) -> float | None:
-    num_bytes, seconds = getattr(observed, f"{lane}_bytes"), getattr(observed, f"{lane}_seconds")
+def _rate(did: LanesDid, tier: Tier, direction: str) -> float | None:
+    times = did.get(tier)
+    num_bytes, seconds = getattr(times, f"{direction}_bytes", 0), getattr(times, f"{direction}_seconds", 0.0)
     return num_bytes / seconds if num_bytes >= MIN_BYTES and seconds > 0 else None
 
 
