@@ -95,7 +95,6 @@ class StepMeter:
     Args:
         settings: How long the trial is.
         agreement: Among the ranks.
-        is_recorded: Whether the host is to show a step to a memory plugin, if it can.
 
     Attributes:
         step_seconds: Of the timed steps.
@@ -107,14 +106,13 @@ class StepMeter:
         exchanges: Whether ranks exchange their gradients by now.
     """
 
-    def __init__(self, settings: TrialSettings, agreement: Coordinator, *, is_recorded: bool = False) -> None:
+    def __init__(self, settings: TrialSettings, agreement: Coordinator) -> None:
         self.step_seconds: list[float] = []
         self.num_steps = 0
         self.peak_bytes: int | None = None
         self.excess = ""
         self.status: RankStatus | None = None
         self.recorded: Recorded | None = None
-        self.is_recorded = is_recorded
         self.exchanges = False
         # with several ranks the first step shows that a size fits on all
         self._num_warmup = max(settings.warmup_steps, 1 if agreement.num_ranks > 1 else 0)
@@ -135,10 +133,6 @@ class StepMeter:
             self._watch_allocator()
             self._end_warmup()
             yield
-
-    def note(self, recorded: Recorded) -> None:
-        """Take what a memory plugin of the host's own showed."""
-        self.recorded, self.peak_bytes = recorded, recorded.peak_bytes
 
     def step_took(self, seconds: float, *, counts: bool = True) -> None:
         """Count a step that has ended.
@@ -339,12 +333,11 @@ class TrialRunner:
             agreement=self._agreement,
         )
 
-    def run(self, batch_size: int, *, is_recorded: bool = False) -> Trial:
+    def run(self, batch_size: int) -> Trial:
         """Try a size on every rank, unless the host refuses; each leaves with the same trial, and as it was.
 
         Args:
             batch_size: The size.
-            is_recorded: Whether a memory plugin is to see the steps, if any can.
 
         Raises:
             TuningError: Another rank failed.
@@ -355,7 +348,7 @@ class TrialRunner:
         if refusal:
             trial = Trial(batch_size=batch_size, is_ok=False, reason=refusal)
         else:
-            trial = self._tried(batch_size, is_recorded=is_recorded)
+            trial = self._tried(batch_size)
         self.done.append(trial)
         return trial
 
@@ -388,7 +381,7 @@ class TrialRunner:
                 continue
             if self._host.refusal(size, self.done, self.predictions):
                 continue  # it is no trial yet: the search may never come to it
-            if self.run(size, is_recorded=True).is_ok:
+            if self.run(size).is_ok:
                 if not self._agreement.is_true_on_all(self._is_watched):
                     return
                 fits = size
@@ -414,8 +407,8 @@ class TrialRunner:
 
     # ---- one trial
 
-    def _tried(self, batch_size: int, *, is_recorded: bool) -> Trial:
-        meter = StepMeter(self._settings, self._agreement, is_recorded=is_recorded)
+    def _tried(self, batch_size: int) -> Trial:
+        meter = StepMeter(self._settings, self._agreement)
         try:
             trial = self._measured(batch_size, meter)
         except BaseException:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from examples.demo.training import quiet_lightning
-from lightning_offload import EfficientBatchSizeFinder
+from lightning_offload import EfficientBatchSizeFinder, OffloadStrategy
 from lightning_offload.callbacks.tuning import session
 
 frozen: list[int] = []
@@ -51,7 +51,7 @@ def tune() -> dict[str, Any]:
     )
     trainer = L.Trainer(
         accelerator="cpu", max_steps=2, callbacks=[finder], logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        enable_progress_bar=False, enable_model_summary=False, strategy=OffloadStrategy(budget="1GiB"),
     )  # fmt: skip
     frozen.clear()
     with quiet_lightning():

@@ -218,7 +218,7 @@ class Session:
             return self._result(choice, found, expected, runner.predictions, host, data, bounds)
         finally:
             host.restore()
-            host.recorder.forget()
+            host.forget()
             if may_run():  # code that was compiled for all sizes is not that of the one that is trained with
                 torch.compiler.reset()
 
@@ -244,7 +244,7 @@ class Session:
         """Why nothing more is tried in a run that takes so little time; empty where a tuning pays, or was asked for."""
         if not self._is_limited or not math.isfinite(self._num_steps) or self._objective.name == THROUGHPUT:
             return ""
-        runner.run(self._targets.base_size, is_recorded=True)
+        runner.run(self._targets.base_size)
         run_seconds = self._agreement.broadcast(self._run_seconds(runner.done))
         if run_seconds is None or _TUNING_SHARE * run_seconds >= _LEAST_SECONDS:
             return ""
@@ -262,7 +262,7 @@ class Session:
             return ""
         base = self._targets.base_size
         tried = [trial for trial in runner.done if trial.batch_size == base]
-        if not (tried[0] if tried else runner.run(base, is_recorded=True)).is_ok:
+        if not (tried[0] if tried else runner.run(base)).is_ok:
             self._objective = dataclasses.replace(self._objective, name=THROUGHPUT)
             self._most = base
             return ""
@@ -380,7 +380,7 @@ class Session:
         return None if seconds is None else _TUNING_SHARE * seconds
 
     def _runner(self, host: LightningHost, tell: Callable[[int], None]) -> TrialRunner:
-        options, memory = self._options, host.recorder.memory
+        options, memory = self._options, host.memory
         settings = TrialSettings(
             # each size is a new shape of step to a plugin; what it records and verifies is no time to trust
             warmup_steps=options.warmup_steps + (NUM_LEARNING_STEPS if memory is not None else 0),
@@ -480,7 +480,7 @@ class Session:
         bounds: Bounds,
     ) -> TuningResult:
         base_size, speedup, typical = self._targets.base_size, expected.speedup, expected.typical
-        budget_bytes, size = host.recorder.budget_bytes, choice.batch_size
+        budget_bytes, size = host.budget_bytes, choice.batch_size
         rates = self._rates(size)
         # without a limit of memory everything fits, and there is no largest size worth a name
         is_limited = self._agreement.is_true_on_all(budget_bytes is not None)

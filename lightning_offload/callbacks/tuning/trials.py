@@ -6,9 +6,7 @@ all others, which tells when batches begin and end; loggers log nothing, schedul
 and there is no validation. The loop comes to no end by itself: what it counts is moved on, what it is fed is endless.
 
 Recording. Under an offload strategy its own memory plugin records, and what it has learned of sizes that are only
-tried is dropped afterwards. Under any other strategy a plugin of our own watches a few steps and is taken off before
-any is timed; where it cannot (another kind of device, a precision plugin that compiles the step), there is no
-recording, and no prediction.
+tried is dropped afterwards. Under any other strategy nothing watches, so there is no prediction.
 
 Safety. A rank that runs out of memory leaves its step, and ranks that talk to it within theirs would wait for ever.
 Before the first timed step trials exchange no gradients, so under DDP that is only so where the model or the strategy
@@ -21,9 +19,7 @@ optimizers), but nothing of it may be left when the training begins, which makes
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,19 +27,16 @@ from typing import Any, final
 
 import torch
 
-from lightning_offload.accelerators import kind_of, memory_of, synchronize
+from lightning_offload.accelerators import memory_of, synchronize
 from lightning_offload.callbacks.tuning.batches import loaders_in
 from lightning_offload.callbacks.tuning.pilot import Pilot, PilotPlan
 from lightning_offload.callbacks.tuning.sampling import TrialData
 from lightning_offload.callbacks.tuning.trainer_facts import is_batch_norm_shared, sharding_of, unfreezes_later
-from lightning_offload.errors import BudgetInfeasibleError, TuningError
+from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import import_from
 from lightning_offload.plugins.memory import MemoryPlugin
-from lightning_offload.plugins.out_of_memory import release_frames
-from lightning_offload.strategies.precision import graft, ungraft
 from lightning_offload.tuning.learning_rate import has_step_hooks, unwrapped
 from lightning_offload.tuning.noise_scale import GradientSquares
-from lightning_offload.tuning.predictions import Recorded
 from lightning_offload.tuning.ranks import Coordinator
 from lightning_offload.tuning.runner import StepMeter
 from lightning_offload.tuning.snapshot import RandomStates, StateSnapshot
@@ -137,79 +130,6 @@ class Start:
 
 NUM_LEARNING_STEPS = 3
 """Steps of a new shape before its final plan: recorded, verified, measured."""
-
-_NO_LIMIT = 1 << 50  # steps: a trial ends by its callback
-_log = logging.getLogger(__name__)
-
-
-class StepRecorder:
-    """Lets a memory plugin see steps.
-
-    Args:
-        trainer: Its strategy is set up for a fit.
-        module: The model.
-
-    Attributes:
-        memory: The strategy's own plugin; None where it has none.
-        is_able: Whether one of our own can watch, as far as is known.
-    """
-
-    def __init__(self, trainer: Any, module: Any) -> None:
-        memory = getattr(trainer.strategy, "memory", None)
-        self.memory: MemoryPlugin | None = memory if isinstance(memory, MemoryPlugin) and memory.enabled else None
-        self.is_able = self.memory is None
-        self._trainer, self._module = trainer, module
-        self._known = self.memory.step_kinds if self.memory is not None else frozenset[str]()
-        self._own: MemoryPlugin | None = None
-        self._num_steps = 0
-
-    @property
-    def budget_bytes(self) -> int | None:
-        """The strategy's budget; without one what the device has, None where that has no limit."""
-        if self.memory is not None:
-            return self.memory.budget_bytes
-        device: torch.device = self._trainer.strategy.root_device
-        memory = memory_of(device)
-        return memory.free_bytes() + memory.allocated_bytes() if memory is not None else None
-
-    @property
-    def is_recording(self) -> bool:
-        """Whether a plugin of our own watches."""
-        return self._own is not None
-
-    def begin(self) -> None:
-        """Let a plugin of our own watch the steps that come."""
-        strategy = self._trainer.strategy
-        # where memory has no limit a plugin without a budget would have nothing to watch after the first step
-        budget = None if kind_of(strategy.root_device).counts_memory else _NO_LIMIT
-        self._own, self._num_steps = MemoryPlugin(budget, policy="keep-all", verify="never"), 0
-        self._own.attach(self._module, strategy.root_device)
-        self._own.allow_unserved()
-
-    def step_took(self, seconds: float) -> Recorded | None:
-        """Note that a step has ended; after a few tell what they showed, and take the plugin off."""
-        assert self._own is not None
-        self._num_steps += 1
-        if self._num_steps == 1:  # in which the optimizer has made its state, which the plugin is to know of
-            graft(self._trainer.strategy.precision_plugin, self._own)
-        if self._num_steps < NUM_LEARNING_STEPS + 2:
-            return None
-        recorded = Recorded.of(self._own, seconds)
-        self.end()
-        return dataclasses.replace(recorded, budget_bytes=self.budget_bytes)
-
-    def end(self) -> None:
-        """Take our own plugin off, if it is on."""
-        own, self._own = self._own, None
-        if own is not None:
-            ungraft(self._trainer.strategy.precision_plugin)
-            own.detach()
-
-    def forget(self) -> None:
-        """Drop what the strategy's plugin has learned of the steps that were tried."""
-        if self.memory is not None:
-            self.memory.forget(keep=self._known)
-
 
 Clock = Callable[[], float]
 
@@ -460,7 +380,7 @@ class LightningHost:
         clock: Tells seconds.
 
     Attributes:
-        recorder: Shows steps to a memory plugin.
+        memory: The memory plugin of the run; None where it has none.
         decline: Why sizes that may not fit are predicted and not tried; empty where they are tried.
     """
 
@@ -479,7 +399,9 @@ class LightningHost:
         clock: Clock,
     ) -> None:
         self._accumulation = accumulation
-        self.recorder = StepRecorder(trainer, module)
+        memory = getattr(trainer.strategy, "memory", None)
+        self.memory: MemoryPlugin | None = memory if isinstance(memory, MemoryPlugin) and memory.enabled else None
+        self._known_kinds = self.memory.step_kinds if self.memory is not None else frozenset[str]()
         self.decline = reason_not_to_run_out(trainer, module, allow_oom)
         self._trainer, self._module, self._package = trainer, module, package
         schedulers = [config.scheduler for config in trainer.strategy.lr_scheduler_configs]
@@ -494,51 +416,36 @@ class LightningHost:
         self._has_talked = False
 
     @property
+    def budget_bytes(self) -> int | None:
+        """The budget of the run's plan; without one what the device has, None where that has no limit."""
+        if self.memory is not None:
+            return self.memory.budget_bytes
+        device: torch.device = self._trainer.strategy.root_device
+        memory = memory_of(device)
+        return memory.free_bytes() + memory.allocated_bytes() if memory is not None else None
+
+    def forget(self) -> None:
+        """Drop what the run's plugin has learned of the steps that were tried."""
+        if self.memory is not None:
+            self.memory.forget(keep=self._known_kinds)
+
+    @property
     def is_to_be_watched(self) -> bool:
         """Whether a size that is known has to show first that ranks do not talk to one another within a step."""
         return self._may_talk and not self.decline
 
     def train(self, batch_size: int, meter: StepMeter) -> None:
         """Run the fit loop with this size until the meter has enough."""
-        recorder = self.recorder
-
-        def took(seconds: float) -> None:
-            if not recorder.is_recording:
-                meter.step_took(seconds)
-            elif (recorded := recorder.step_took(seconds)) is not None:
-                meter.note(recorded)
 
         def talked(has_talked: bool) -> None:
             if not meter.exchanges:  # its own gradients, that is
                 self._has_talked |= has_talked
 
         timer = StepTimer(
-            self._trainer, self._module, accumulation=self._accumulation(batch_size), clock=self._clock, took=took,
-            talked=talked,
+            self._trainer, self._module, accumulation=self._accumulation(batch_size), clock=self._clock,
+            took=meter.step_took, talked=talked,
         )  # fmt: skip
-        with self._data.fed(batch_size), self._unfrozen():
-            # ranks ask for loaders together: one that goes without recording after all has them already
-            try:
-                if recorder.is_able and meter.is_recorded:
-                    recorder.begin()
-                self._run_timed(timer)
-            except (torch.OutOfMemoryError, BudgetInfeasibleError):
-                raise
-            except Exception as error:
-                if not recorder.is_recording:
-                    raise
-                # steps without the plugin raise it again where it is the model's and not the recording's
-                _log.debug("steps cannot be recorded, the search goes without predictions", exc_info=error)
-                release_frames(error)
-                recorder.end()
-                recorder.is_able = False
-                self._begin_again()
-                self._run_timed(timer)
-            finally:
-                recorder.end()
-
-    def _run_timed(self, timer: StepTimer) -> None:
-        with timer.timing():
+        with self._data.fed(batch_size), self._unfrozen(), timer.timing():
             self._run(timer.accumulation, before_batch=timer.before_batch, after_batch=timer.after_batch)
 
     def _run(self, accumulation: int, **hooks: Callable[[], None]) -> None:
@@ -556,14 +463,6 @@ class LightningHost:
                 trainer.should_stop = False
                 if loop._data_fetcher.done:  # Lightning begins another epoch of it only after the first
                     iter(loop._data_fetcher)
-
-    def _begin_again(self) -> None:
-        """Put back what steps have changed, but for what they are fed."""
-        loop = self._trainer.fit_loop
-        fed = {name: getattr(loop, name) for name in ("_combined_loader", "_data_fetcher", "max_batches")}
-        self.restore()
-        for name, value in fed.items():
-            setattr(loop, name, value)
 
     @contextlib.contextmanager
     def _unfrozen(self) -> Iterator[None]:
@@ -635,7 +534,7 @@ class LightningHost:
         return "" if self._agreement.is_true_on_all(is_safe) else "predicted not to fit, not tried"
 
     def _is_predicted_to_fit(self, batch_size: int, predict: Predict) -> bool:
-        budget_bytes = self.recorder.budget_bytes
+        budget_bytes = self.budget_bytes
         prediction = predict(batch_size)
         if budget_bytes is None or prediction is None:
             return budget_bytes is None
