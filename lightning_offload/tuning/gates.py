@@ -123,7 +123,7 @@ def speedup_of(
     size: int,
     samples: int = 1,
     noise: NoiseScale | None = None,
-    typical: tuple[float, float] = (1.0, 1.0),
+    shorter: float = 1.0,
     run_seconds: float = math.inf,
     tuning_seconds: float = 0.0,
 ) -> Speedup | None:
@@ -135,7 +135,7 @@ def speedup_of(
         size: The other one.
         samples: Of an optimizer step for each of a size: ranks times accumulation.
         noise: The noise scale, where the effective batch changes with the size; None where samples are worth the same.
-        typical: What a mean step takes by one of a trial, with the configured size and with the other one.
+        shorter: What a mean step takes by one of a trial with the configured size, by the same with the other one.
         run_seconds: What the configured run takes.
         tuning_seconds: What tuning takes.
 
@@ -146,7 +146,7 @@ def speedup_of(
     base, other = estimates.get(base_size), estimates.get(size)
     if base is None or other is None:
         return None
-    ratio = other.samples_per_second / base.samples_per_second * typical[0] / typical[1]
+    ratio = other.samples_per_second / base.samples_per_second * shorter
     error = 0.0 if base is other else _NORMAL * math.hypot(base.relative_error, other.relative_error)
     worths = [1.0]
     value = ratio

@@ -4,11 +4,18 @@ A last batch that is smaller than the first one of its epoch is left out. Where 
 graphs), the most that training needs is what the largest one needs: a few batches are read, and many where they differ,
 and then copies of the largest are fed in the place of those that come. So a memory plan has one shape to learn, steps
 are alike, and what loading takes counts all the same.
+
+Where it is lengths that differ, a training has batches of all lengths. A batch is padded to its longest sample, so one
+of twice the size is as long as the longer one of two: where a batch of the configured size is no longer than `x` with
+probability `F(x)`, one that is `k` times as large is with `F(x)^k`. A step is taken to be as long as its batch, and
+samples to be drawn independently: a sampler that puts samples of one length together pads less than this says, so
+larger batches look worse than they are.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
@@ -45,6 +52,19 @@ class Look:
     elements: tuple[int, ...]
     is_varied: bool
     is_padded: bool
+
+    def mean_length(self, times: float = 1.0) -> float:
+        """The length of a mean batch by that of the longest; 1 where it is not lengths that differ.
+
+        Args:
+            times: How many times as large a batch is as those that were read.
+        """
+        if not (self.is_varied and self.is_padded):
+            return 1.0
+        ordered, number = sorted(self.elements), len(self.elements)
+        below = [(place / number) ** times for place in range(number + 1)]
+        weights = (high - low for low, high in itertools.pairwise(below))
+        return sum(weight * each for weight, each in zip(weights, ordered, strict=True)) / ordered[-1]
 
     @classmethod
     def at(cls, batches: Iterable[Any], most: int = MANY) -> tuple[Look, Any]:

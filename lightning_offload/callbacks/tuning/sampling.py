@@ -13,7 +13,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_offload.callbacks.tuning.batches import loaders_in, num_samples, sizes_of
 from lightning_offload.callbacks.tuning.feeding import MANY, Feed, Look
 from lightning_offload.callbacks.tuning.length import is_number_of_batches
-from lightning_offload.callbacks.tuning.lengths import Lengths
 from lightning_offload.callbacks.tuning.objective import Objective
 from lightning_offload.callbacks.tuning.options import FinderOptions
 from lightning_offload.callbacks.tuning.targets import Targets
@@ -38,7 +37,7 @@ class TrialData:
 
     Attributes:
         note: What to say of batches that differ; empty where they do not.
-        lengths: Those of batches of the configured size, where they vary; None where they do not, or it is not lengths.
+        look: What the first batches of the configured size showed; None where the model draws its batches itself.
 
     Raises:
         TuningError: There is no batch, or none of the configured size.
@@ -48,7 +47,6 @@ class TrialData:
         self._options, self._targets, self._trainer = options, targets, trainer
         self._has_batch_norm = False
         self.note = ""
-        self.lengths: Lengths | None = None
         base = targets.base_size
         with self.fed(base):
             loop = trainer.fit_loop
@@ -60,12 +58,13 @@ class TrialData:
             self._num_samples = num_samples(self._loaders, base)
             self._check()
             self._rows = self._rows_fed()
-            look = self._look()
-        if look is not None and look.is_varied:
-            what, kind = ("Lengths vary", "longest") if look.is_padded else ("Batches vary in size", "largest")
-            self.note = f"{what}: trials have the {kind} of {len(look.elements)} batches"
-            if look.is_padded:
-                self.lengths = Lengths.of(look.elements, base)
+            fetcher = trainer.fit_loop._data_fetcher
+            self.look: Look | None = fetcher.look if isinstance(fetcher, Feed) else None
+        if self.look is not None and self.look.is_varied:
+            what, kind = ("Lengths vary", "longest") if self.look.is_padded else ("Batches vary in size", "largest")
+            self.note = f"{what}: trials have the {kind} of {len(self.look.elements)} batches"
+            if self.look.is_padded:
+                self.note += f", by which a mean one with {base} is {self.look.mean_length():.2f} as long"
 
     @contextlib.contextmanager
     def fed(self, batch_size: int, *, is_repeated: bool = True) -> Iterator[None]:
@@ -99,10 +98,6 @@ class TrialData:
             return None
         batch, _, _ = next(fetcher)
         return [shape[0] for shape in shapes_in(batch) if shape]
-
-    def _look(self) -> Look | None:
-        fetcher = self._trainer.fit_loop._data_fetcher
-        return fetcher.look if isinstance(fetcher, Feed) else None
 
     def _check(self) -> None:
         sizes = set(sizes_of(self._loaders))

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_offload.callbacks.tuning.feeding import Look
 from lightning_offload.callbacks.tuning.length import (
     StepLimits,
     check_lengths,
@@ -26,7 +27,6 @@ from lightning_offload.callbacks.tuning.length import (
     schedule_lengths,
     steps_left,
 )
-from lightning_offload.callbacks.tuning.lengths import Lengths
 from lightning_offload.callbacks.tuning.objective import GOODPUT, LARGEST, THROUGHPUT, Objective, objective_of
 from lightning_offload.callbacks.tuning.options import FinderOptions
 from lightning_offload.callbacks.tuning.pilot import PilotPlan, pilot_plan, shortest_pilot, why_no_noise_scale
@@ -61,7 +61,7 @@ from lightning_offload.tuning.predictions import Predictions
 from lightning_offload.tuning.ranks import Coordinator, GlooCoordinator
 from lightning_offload.tuning.runner import TrialRunner, TrialSettings
 from lightning_offload.tuning.search import SearchResult
-from lightning_offload.tuning.trial import Prediction, Trial
+from lightning_offload.tuning.trial import Trial
 from lightning_offload.units import format_seconds
 
 __all__ = ["Session"]
@@ -111,8 +111,7 @@ class Session:
         self._objective = Objective(name=THROUGHPUT, configured_accumulation=1)
         self._noise: NoiseScale | None = None
         self._warmup_steps: int | None = None  # as the pilot shows
-        self._lengths: Lengths | None = None  # where they vary
-        self._shares: dict[int, float] = {}  # what a mean step takes, by one of a trial
+        self._look: Look | None = None  # at the batches
         self._warnings: tuple[str, ...] = ()  # of what is set
         self._pilot_seconds = 0.0
         self._most: int | None = None  # the largest size, where the configured one does not fit
@@ -194,7 +193,7 @@ class Session:
         data = self._agreement.together(
             lambda: TrialData(options, self._targets, self._trainer), "reading a batch of the train dataloader"
         )
-        self._lengths = data.lengths
+        self._look = data.look
         bounds = data.bounds(self._module, self._agreement, self._objective)
         host = LightningHost(
             self._trainer, self._module, self._targets.package, start=self._start, data=data,
@@ -208,7 +207,7 @@ class Session:
                 if why:
                     return self._kept(why)
                 found = self._found(host, runner, bounds)
-            chosen = self._agreement.together(lambda: self._chosen(found, runner.predictions), "choosing a size")
+            chosen = self._agreement.together(lambda: self._chosen(found), "choosing a size")
             choice, expected = self._agreement.broadcast(chosen)  # by one clock
             size = choice.batch_size
             if size != self._targets.base_size:
@@ -342,25 +341,9 @@ class Session:
         batches = {"base_batch": self._effective(self._targets.base_size), "batch": self._effective(batch_size)}
         return likely_efficiency(self._noise, **batches)
 
-    def _typical_share(self, predictions: Predictions, batch_size: int) -> float:
-        """What a mean step takes by one of a trial, as planned; on rank zero, the others have no predictor.
-
-        Powers of two are planned, since a plan may take seconds; between them lies a straight line.
-        """
-        low = 1 << (batch_size.bit_length() - 1)
-        share = self._share_of_power(predictions, low)
-        if batch_size == low:
-            return share
-        above = self._share_of_power(predictions, 2 * low, otherwise=share)
-        return share + (above - share) * math.log2(batch_size / low)
-
-    def _share_of_power(self, predictions: Predictions, batch_size: int, otherwise: float = 1.0) -> float:
-        if self._lengths is None:
-            return 1.0
-        if batch_size not in self._shares:
-            share = self._lengths.typical_share(batch_size, lambda size: _seconds(predictions.local(size), size))
-            self._shares[batch_size] = share if share is not None else otherwise
-        return self._shares[batch_size]
+    def _mean_length(self, batch_size: int) -> float:
+        """What a mean step takes by one of a trial."""
+        return 1.0 if self._look is None else self._look.mean_length(batch_size / self._targets.base_size)
 
     def _run_seconds(self, trials: Sequence[Trial]) -> float | None:
         """What the configured run takes, by the trial of the size that is nearest to the configured one."""
@@ -369,7 +352,8 @@ class Session:
         if not ran or not math.isfinite(self._num_steps):
             return None
         nearest = min(ran, key=lambda trial: abs(math.log(trial.batch_size / base)))
-        return self._num_steps * self._effective(base) / (nearest.samples_per_second or 1.0)
+        seconds = self._num_steps * self._effective(base) / (nearest.samples_per_second or 1.0)
+        return self._mean_length(base) * seconds
 
     def _usual_seconds(self, trials: Sequence[Trial]) -> float | None:
         if not self._is_limited:
@@ -399,7 +383,7 @@ class Session:
         first = min(first, largest)
         space = Space(
             low=smallest, high=largest, start=first, tolerance=options.tolerance, sizes=self._sizes(),
-            efficiency=self._efficiency(runner),
+            efficiency=self._efficiency(),
         )  # fmt: skip
         found = runner.find(
             space,
@@ -416,14 +400,14 @@ class Session:
             )  # fmt: skip
         return found
 
-    def _efficiency(self, runner: TrialRunner) -> Callable[[int], float] | None:
+    def _efficiency(self) -> Callable[[int], float] | None:
         """What throughput in trials of a size counts for; None where it counts as it is."""
-        if self._noise is None and self._lengths is None:
+        if self._noise is None and (self._look is None or not self._look.is_varied):
             return None
 
         def efficiency(batch_size: int) -> float:
             worth = 1.0 if self._noise is None else self._worth(batch_size)
-            return worth / self._typical_share(runner.predictions, batch_size)
+            return worth / self._mean_length(batch_size)
 
         return efficiency
 
@@ -445,9 +429,9 @@ class Session:
 
     # ---- what is found
 
-    def _chosen(self, found: SearchResult, predictions: Predictions) -> tuple[Choice, _Expected]:
+    def _chosen(self, found: SearchResult) -> tuple[Choice, _Expected]:
         """What is set, and what is expected of the best; on rank zero."""
-        expected = {each.batch_size: self._expected(found, each.batch_size, predictions) for each in found.estimates}
+        expected = {each.batch_size: self._expected(found, each.batch_size) for each in found.estimates}
         least = {THROUGHPUT: None, GOODPUT: LEAST_SPEEDUP}.get(self._objective.name, 1.0)
         choice = choose(
             found, {size: each.speedup for size, each in expected.items() if each.speedup is not None},
@@ -455,19 +439,18 @@ class Session:
         )  # fmt: skip
         return choice, expected[choice.best_size]
 
-    def _expected(self, found: SearchResult, size: int, predictions: Predictions) -> _Expected:
+    def _expected(self, found: SearchResult, size: int) -> _Expected:
         """What a size that was tried does to the run; on rank zero."""
         base_size = self._targets.base_size
-        typical = self._typical_share(predictions, base_size), self._typical_share(predictions, size)
         run_seconds = self._run_seconds(found.trials)
-        run_seconds = None if run_seconds is None else typical[0] * run_seconds
         counts_tuning = self._is_limited and self._objective.name != THROUGHPUT  # of a run of any length
         speedup = speedup_of(
             found, base_size=base_size, size=size, samples=self._effective(base_size) // base_size, noise=self._noise,
-            typical=typical, tuning_seconds=self._clock() - self._began,
+            shorter=self._mean_length(base_size) / self._mean_length(size),
+            tuning_seconds=self._clock() - self._began,
             run_seconds=run_seconds if counts_tuning and run_seconds is not None else math.inf,
         )  # fmt: skip
-        return _Expected(speedup=speedup, typical=typical, run_seconds=run_seconds)
+        return _Expected(speedup=speedup, run_seconds=run_seconds)
 
     def _result(
         self,
@@ -479,7 +462,7 @@ class Session:
         data: TrialData,
         bounds: Bounds,
     ) -> TuningResult:
-        base_size, speedup, typical = self._targets.base_size, expected.speedup, expected.typical
+        speedup = expected.speedup
         budget_bytes, size = host.budget_bytes, choice.batch_size
         rates = self._rates(size)
         # without a limit of memory everything fits, and there is no largest size worth a name
@@ -502,7 +485,7 @@ class Session:
             budget_bytes=budget_bytes,
             note=_note(
                 dataclasses.replace(choice, why_kept=why_kept), found, host.decline, self._left(choice, found),
-                rates.note, _of_lengths(data.note, typical, base_size),
+                rates.note, data.note,
             ),
         )  # fmt: skip
 
@@ -603,32 +586,16 @@ class _Expected:
 
     Attributes:
         speedup: By how much it ends earlier; None where that is not known.
-        typical: What a mean step takes by one of a trial, with the configured size and with the found one.
         run_seconds: What the configured run takes; None where that is not known.
     """
 
     speedup: Speedup | None
-    typical: tuple[float, float]
     run_seconds: float | None
 
 
 def _is_out_of_memory(error: Exception, host: LightningHost) -> bool:
     """Whether an error says that there is not enough memory."""
     return isinstance(error, (torch.OutOfMemoryError, BudgetInfeasibleError)) or host.is_out_of_memory(error)
-
-
-def _seconds(prediction: Prediction | None, batch_size: int) -> float | None:
-    """What a step takes as planned, up to a factor that is the same for all sizes."""
-    if prediction is None or not prediction.is_feasible or not prediction.samples_per_second:
-        return None
-    return batch_size / prediction.samples_per_second
-
-
-def _of_lengths(note: str, typical: tuple[float, float], base_size: int) -> str:
-    """What to say where lengths vary, with what the planner says of them."""
-    if not note or typical == (1.0, 1.0):
-        return note
-    return f"{note}; as planned, a mean step with {base_size} takes {typical[0]:.2f} of that"
 
 
 def _note(choice: Choice, found: SearchResult, decline: str, *others: str) -> str:
