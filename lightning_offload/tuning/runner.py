@@ -17,14 +17,12 @@ predicts the sizes that are not tried. They are trials like any other to the sea
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from statistics import median
 from typing import Any, Protocol
 
 import torch
@@ -38,10 +36,10 @@ from lightning_offload.plugins.memory import MemoryPlugin, attached_plugins
 from lightning_offload.plugins.out_of_memory import release_frames
 from lightning_offload.plugins.plan_cache import every_shape_recorded
 from lightning_offload.tuning.acquisition import Space
-from lightning_offload.tuning.predictions import Predictions, Recorded, fit_predictor, throughput_scale_of
+from lightning_offload.tuning.predictions import Predictor, Recorded
 from lightning_offload.tuning.ranks import STOPPED, Coordinator, agreed
 from lightning_offload.tuning.search import MAX_TRIALS_PREDICTED, SearchResult, find_batch_size
-from lightning_offload.tuning.trial import Predict, Trial
+from lightning_offload.tuning.trial import Predict, Prediction, Trial
 from lightning_offload.units import format_bytes
 
 __all__ = ["ENDED_EARLY", "Host", "RankStatus", "StepMeter", "TrialOver", "TrialRunner", "TrialSettings"]
@@ -273,7 +271,7 @@ class TrialRunner:
 
     Attributes:
         done: The trials that ran.
-        predictions: Of sizes that did not; empty before :meth:`find`.
+        predictor: Of sizes that did not, on rank zero; None where nothing showed it enough, and before :meth:`find`.
     """
 
     def __init__(
@@ -285,7 +283,7 @@ class TrialRunner:
         tell: Callable[[int], object] = lambda _: None,
     ) -> None:
         self.done: list[Trial] = []
-        self.predictions = Predictions(None, agreement)
+        self.predictor: Predictor | None = None
         self._host, self._settings, self._agreement, self._tell = host, settings, agreement, tell
         self._recorded: dict[int, Recorded | None] = {}
 
@@ -320,14 +318,16 @@ class TrialRunner:
 
         most = max(1, (max_trials or MAX_TRIALS_PREDICTED) // _RECORDED_SHARE)
         self._record(space, space.start if begin is None else begin, most, until)
-        self.predictions = self._fitted()
+        if self._agreement.rank == 0:
+            recorded = {size: each for size, each in self._recorded.items() if each is not None}
+            self.predictor = Predictor.fit(recorded, self.done, self._agreement.num_ranks)
         end = until()
         return find_batch_size(
             self.run,
             space,
             max_trials=max_trials,
             max_seconds=None if end is None else max(end - clock(), _NO_TIME),
-            predict=self.predictions.local if self.predictions.is_usable else None,
+            predict=self.predictor,
             clock=clock,
             known=self.done,
             agreement=self._agreement,
@@ -344,7 +344,7 @@ class TrialRunner:
             Exception: Whatever the host raised on this one, unless it says that the size does not fit.
         """
         self._tell(batch_size)
-        refusal = self._host.refusal(batch_size, self.done, self.predictions)
+        refusal = self._host.refusal(batch_size, self.done, self._predict)
         if refusal:
             trial = Trial(batch_size=batch_size, is_ok=False, reason=refusal)
         else:
@@ -379,7 +379,7 @@ class TrialRunner:
                 continue
             if space.sizes is not None and size not in space.sizes:
                 continue
-            if self._host.refusal(size, self.done, self.predictions):
+            if self._host.refusal(size, self.done, self._predict):
                 continue  # it is no trial yet: the search may never come to it
             if self.run(size).is_ok:
                 if not self._agreement.is_true_on_all(self._is_watched):
@@ -396,14 +396,11 @@ class TrialRunner:
     @property
     def _is_watched(self) -> bool:
         """Whether a plugin showed the steps of all trials that were ok."""
-        return all(each is not None and each.planned is not None for each in self._recorded.values())
+        return None not in self._recorded.values()
 
-    def _fitted(self) -> Predictions:
-        """Fit the performance model, if plugins have shown enough."""
-        num_ranks = self._agreement.num_ranks
-        recorded = {size: each for size, each in self._recorded.items() if each is not None}
-        predictor = fit_predictor(recorded, num_ranks)
-        return Predictions(predictor, self._agreement, throughput_scale_of(predictor, recorded, num_ranks))
+    def _predict(self, batch_size: int) -> Prediction | None:
+        """Predict a size, on all ranks; None where nothing can."""
+        return self._agreement.broadcast(None if self.predictor is None else self.predictor(batch_size))
 
     # ---- one trial
 
@@ -416,8 +413,7 @@ class TrialRunner:
             raise
         self._agreement.together(self._host.restore, f"putting back what the trial of batch size {batch_size} changed")
         if trial.is_ok:
-            recorded, seconds = meter.recorded, median(meter.step_seconds)
-            self._recorded[batch_size] = recorded and dataclasses.replace(recorded, step_seconds=seconds)
+            self._recorded[batch_size] = meter.recorded
         return trial
 
     def _measured(self, batch_size: int, meter: StepMeter) -> Trial:

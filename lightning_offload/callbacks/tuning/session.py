@@ -44,7 +44,7 @@ from lightning_offload.callbacks.tuning.sampling import Bounds, TrialData, end_w
 from lightning_offload.callbacks.tuning.targets import Targets, with_rate_of_now
 from lightning_offload.callbacks.tuning.trials import NUM_LEARNING_STEPS, LightningHost, Start
 from lightning_offload.capture.live import heap_set_aside
-from lightning_offload.errors import BudgetInfeasibleError, TuningError
+from lightning_offload.errors import BudgetInfeasibleError, OffloadError, TuningError
 from lightning_offload.lightning_packages import rank_zero
 from lightning_offload.plugins.out_of_memory import release_frames
 from lightning_offload.tensors.compiled_code import may_run
@@ -57,11 +57,11 @@ from lightning_offload.tuning.noise_scale import (
     likely_efficiency,
     settled_after,
 )
-from lightning_offload.tuning.predictions import Predictions
+from lightning_offload.tuning.predictions import Predictor
 from lightning_offload.tuning.ranks import Coordinator, GlooCoordinator
 from lightning_offload.tuning.runner import TrialRunner, TrialSettings
 from lightning_offload.tuning.search import SearchResult
-from lightning_offload.tuning.trial import Trial
+from lightning_offload.tuning.trial import Prediction, Trial
 from lightning_offload.units import format_seconds
 
 __all__ = ["Session"]
@@ -214,7 +214,7 @@ class Session:
                 lower = data.without_single(size, bounds[0], self._sizes())
                 size = int(self._agreement.smallest(lower))
             choice = dataclasses.replace(choice, batch_size=size)
-            return self._result(choice, found, expected, runner.predictions, host, data, bounds)
+            return self._result(choice, found, expected, runner.predictor, host, data, bounds)
         finally:
             host.restore()
             host.forget()
@@ -457,7 +457,7 @@ class Session:
         choice: Choice,
         found: SearchResult,
         expected: _Expected,
-        predictions: Predictions,
+        predictor: Predictor | None,
         host: LightningHost,
         data: TrialData,
         bounds: Bounds,
@@ -467,7 +467,10 @@ class Session:
         rates = self._rates(size)
         # without a limit of memory everything fits, and there is no largest size worth a name
         is_limited = self._agreement.is_true_on_all(budget_bytes is not None)
-        predicted = predictions.largest(*bounds[:2]) if is_limited else None
+        told = self._agreement.together(
+            lambda: _predicted(predictor, bounds if is_limited else None), "predicting sizes"
+        )
+        predictions, predicted, plain = self._agreement.broadcast(told)
         why_kept = choice.why_kept and choice.why_kept + self._changed_all_the_same(rates)
         is_predicted = predicted is not None and found.smallest_failing is None and predicted > found.largest
         return TuningResult(
@@ -477,9 +480,9 @@ class Session:
             expected_interval=None if speedup is None else (speedup.low, speedup.high),
             run_seconds=expected.run_seconds,
             trials=found.trials,
-            predictions=predictions.made(),
+            predictions=predictions,
             largest_size=predicted if is_predicted else found.largest if is_limited or found.smallest_failing else None,
-            largest_plain_size=predictions.largest_plain(*bounds[:2]) if is_limited else None,
+            largest_plain_size=plain,
             is_largest_predicted=is_predicted,
             confidence=choice.confidence,
             budget_bytes=budget_bytes,
@@ -596,6 +599,19 @@ class _Expected:
 def _is_out_of_memory(error: Exception, host: LightningHost) -> bool:
     """Whether an error says that there is not enough memory."""
     return isinstance(error, (torch.OutOfMemoryError, BudgetInfeasibleError)) or host.is_out_of_memory(error)
+
+
+def _predicted(
+    predictor: Predictor | None, bounds: Bounds | None
+) -> tuple[tuple[Prediction, ...], int | None, int | None]:
+    """What was predicted, and the largest sizes that fit with a memory plan and without; on rank zero."""
+    if predictor is None:
+        return (), None, None
+    try:
+        largest = [each.largest_feasible(*bounds[:2]) for each in (predictor, predictor.plain())] if bounds else []
+    except OffloadError:
+        largest = []
+    return predictor.made, *(largest or (None, None))
 
 
 def _note(choice: Choice, found: SearchResult, decline: str, *others: str) -> str:
