@@ -237,6 +237,7 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         self._warmup = Warmup(num_steps, result.lr_factor)
         if self._warmup_state is not None:
             self._warmup.load_state_dict(self._warmup_state)
+        self.result = dataclasses.replace(result, warmup_steps=self._warmup.num_steps)
         self._warmup.attach(trainer.optimizers)
 
     @override
@@ -257,8 +258,7 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         if options.lr_warmup_steps is not None:
             return options.lr_warmup_steps
         num_steps = trainer.estimated_stepping_batches
-        shown = self.result.warmup_steps if self.result is not None else None
-        return default_warmup_steps(num_steps if num_steps > 0 else math.inf, shown)  # -1 of a stream without an end
+        return default_warmup_steps(num_steps if num_steps > 0 else math.inf)  # -1 of a stream without an end
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -296,7 +296,6 @@ AUTO: Final = "auto"
 """The name of the rule that the optimizers decide."""
 SCALINGS: Final = (AUTO, *RULES)
 WARMUP_STEPS: Final = 50  # at most
-LEAST_WARMUP_STEPS: Final = 10  # where the run has room for them
 WARMUP_SHARE: Final = 0.1  # of the run, at most
 
 
@@ -319,27 +318,14 @@ def resolved_rule(rule: str, optimizers: Iterable[Any]) -> str:
     return "linear" if kinds and all(kinds) else "sqrt"
 
 
-def default_warmup_steps(num_steps: float, shown: int | None = None) -> int:
+def default_warmup_steps(num_steps: float) -> int:
     """How many optimizer steps a scaled-up rate is warmed up for, unless the user says.
 
-    What a pilot shows, or 50 where there was none. Goyal et al. (arXiv:1706.02677) take 5 of 90 epochs: it is a tenth
-    of the run at most.
+    Goyal et al. (arXiv:1706.02677) take 5 of 90 epochs: it is a tenth of the run at most.
 
     Args:
         num_steps: Optimizer steps of the run, infinite where that is not known.
-        shown: What :func:`shown_warmup_steps` makes of a pilot; None without one.
     """
-    wanted = WARMUP_STEPS if shown is None else shown
     if not math.isfinite(num_steps):
-        return wanted
-    return max(1, min(wanted, math.ceil(WARMUP_SHARE * num_steps)))
-
-
-def shown_warmup_steps(settled: int | None, num_first: int) -> int:
-    """How long a warm-up is by what a pilot shows: twice as long as gradients take to settle.
-
-    Args:
-        settled: After how many of its first steps they had; None where they had not within them.
-        num_first: How many of its first steps show that.
-    """
-    return max(LEAST_WARMUP_STEPS, 2 * (num_first if settled is None else settled))
+        return WARMUP_STEPS
+    return max(1, min(WARMUP_STEPS, math.ceil(WARMUP_SHARE * num_steps)))

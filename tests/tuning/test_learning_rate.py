@@ -40,7 +40,6 @@ from lightning_offload.tuning.learning_rate import (
     resolved_rule,
     scale_optimizer,
     scale_scheduler,
-    shown_warmup_steps,
     unwrapped,
 )
 
@@ -447,17 +446,3 @@ def test_the_usual_warm_up(subtests: pytest.Subtests) -> None:
     for num_steps, expected in [(1, 1), (60, 6), (400, 40), (10**6, 50), (math.inf, 50)]:
         with subtests.test(num_steps=num_steps):
             assert default_warmup_steps(num_steps) == expected
-
-
-def test_a_warm_up_by_what_a_pilot_shows(subtests: pytest.Subtests) -> None:
-    """Twice as long as gradients took to settle, or twice the pilot of 32 where they had not; a tenth of the run."""
-    for settled, num_steps, expected in [
-        (0, 1000, 10),
-        (12, 1000, 24),
-        (12, 100, 10),
-        (None, 1000, 64),
-        (None, math.inf, 64),
-        (16, math.inf, 32),
-    ]:
-        with subtests.test(settled=settled):
-            assert default_warmup_steps(num_steps, shown_warmup_steps(settled, 32)) == expected

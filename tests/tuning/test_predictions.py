@@ -149,8 +149,8 @@ def test_throughput_is_that_of_the_trials_which_were_recorded() -> None:
     """Their median by what is predicted of them is the scale of all; too few steps, or unlike ones, predict nothing."""
     recorded_steps = {
         size: Recorded(
-            planned=Planned(graph=_sized(size), device=FAST, plan=plan(_sized(size), FAST, None)), fixed_seconds=1.0, policy="auto",
-            budget_bytes=None,
+            planned=Planned(graph=_sized(size), device=FAST, plan=plan(_sized(size), FAST, None)), fixed_seconds=1.0,
+            policy="auto", budget_bytes=None,
         )
         for size in (2, 4)
     }  # fmt: skip

@@ -51,8 +51,8 @@ class TuningResult(Printed):
         objective: What was to be best: "keep_effective_batch", "goodput" or "throughput".
         noise_scale: The gradient noise scale, in samples; None where it was not measured.
         noise_scale_interval: The values that it may have, with a probability of 95%.
-        warmup_steps: How many optimizer steps a raised rate is warmed up for by what the pilot shows, unless the user
-            or the length of the run says otherwise; None without a pilot.
+        warmup_steps: Optimizer steps over which a raised rate is reached; None before training begins, and where it is
+            not raised or not warmed up.
         expected_speedup: How many times as early the run is expected to end for the same progress with
             `found_batch_size`, tuning included but for objective "throughput"; None where that is not known.
         expected_interval: Where that surely lies, by the noise of the trials and of the noise scale.

@@ -50,12 +50,10 @@ from lightning_offload.plugins.out_of_memory import release_frames
 from lightning_offload.tensors.compiled_code import may_run
 from lightning_offload.tuning.acquisition import Space
 from lightning_offload.tuning.gates import LEAST_SPEEDUP, Choice, Speedup, choose, speedup_of
-from lightning_offload.tuning.learning_rate import shown_warmup_steps
 from lightning_offload.tuning.noise_scale import (
     NoiseScale,
     estimate_noise_scale,
     likely_efficiency,
-    settled_after,
 )
 from lightning_offload.tuning.predictions import Predictor
 from lightning_offload.tuning.ranks import Coordinator, GlooCoordinator
@@ -110,7 +108,6 @@ class Session:
     ) -> None:
         self._objective = Objective(name=THROUGHPUT, configured_accumulation=1)
         self._noise: NoiseScale | None = None
-        self._warmup_steps: int | None = None  # as the pilot shows
         self._look: Look | None = None  # at the batches
         self._warnings: tuple[str, ...] = ()  # of what is set
         self._pilot_seconds = 0.0
@@ -272,7 +269,7 @@ class Session:
         began = self._clock()
         try:
             # ranks exchange gradients, so one that fails ends the job, as it would in the training
-            first, steps = host.pilot(
+            steps = host.pilot(
                 batch_size=base, plan=plan, num_steps=num_steps, is_late=self._late_after(began)
             )  # fmt: skip
         except Exception as error:
@@ -289,7 +286,6 @@ class Session:
         self._noise = self._agreement.broadcast(estimate_noise_scale(shared))
         if self._noise is None:
             return "too few steps of the pilot had finite gradients of each of their batches"
-        self._warmup_steps = self._agreement.broadcast(shown_warmup_steps(settled_after(first), len(first)))
         self._most = self._largest_worth(self._noise.low)
         return ""
 
@@ -520,7 +516,6 @@ class Session:
             "objective": self._objective.name,
             "noise_scale": None if noise is None else noise.value,
             "noise_scale_interval": None if noise is None else (noise.low, noise.high),
-            "warmup_steps": self._warmup_steps,
             "first_step": self._first_step,
             "lr": rates.lr,
             "base_batch_size": rates.base_batch,

@@ -488,17 +488,14 @@ class LightningHost:
 
     def pilot(
         self, *, batch_size: int, plan: PilotPlan, num_steps: float, is_late: Callable[[], bool] = lambda: False
-    ) -> tuple[list[GradientSquares], list[GradientSquares]]:
-        """Make real optimizer steps and take the squares of their gradients; all is put back.
+    ) -> list[GradientSquares]:
+        """Make real optimizer steps and take the squares of the gradients of the measured ones; all is put back.
 
         Args:
             batch_size: Samples of a micro-batch.
             plan: The steps.
             num_steps: Those of the run, at whose end its schedules end; 0 where they are not to be stepped.
             is_late: Whether no step more is to be made than a measurement needs.
-
-        Returns:
-            Those of the first steps, and those of the measured ones.
         """
         with _accumulating(self._trainer, plan.accumulation):
             pilot = Pilot(
@@ -510,7 +507,7 @@ class LightningHost:
                     self._run(plan.accumulation, after_backward=pilot.after_backward, after_batch=pilot.after_batch)
             finally:
                 self.restore()
-        return pilot.first, pilot.measured
+        return pilot.measured
 
     def restore(self) -> None:
         """Undo what trials have done to model, data, loops, optimizers, GradScaler and generators."""
