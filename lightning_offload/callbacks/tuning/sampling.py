@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import DataLoader
 
 from lightning_offload.callbacks.tuning.batches import loaders_in, num_samples, sizes_of
 from lightning_offload.callbacks.tuning.feeding import MANY, Feed, Look
@@ -100,7 +101,7 @@ class TrialData:
         return [shape[0] for shape in shapes_in(batch) if shape]
 
     def _check(self) -> None:
-        sizes = set(sizes_of(self._loaders))
+        sizes = _known_sizes(self._loaders)
         base, size = self._targets.base_size, self._targets.size
         if size is not None and self._targets.loaders is None and sizes and base not in sizes:
             raise TuningError(
@@ -182,18 +183,18 @@ class TrialData:
 
     def _check_following(self, smallest: int, largest: int) -> None:
         """See that the loaders have the size that is set: some are built before it is."""
-        base, before = self._targets.base_size, sizes_of(self._loaders)
+        base, before = self._targets.base_size, _known_sizes(self._loaders)
         most = largest if self._num_samples is None else max(largest, self._num_samples)
         candidates = (size for size in (2 * base, base // 2, largest, smallest) if 0 < size <= most and size != base)
         other = next(candidates, None)
         if other is None:
             return
         with self.fed(other):
-            after, rows = sizes_of(loaders_in(self._trainer.fit_loop._combined_loader)), self._rows_fed()
+            after, rows = _known_sizes(loaders_in(self._trainer.fit_loop._combined_loader)), self._rows_fed()
         name = self._targets.size.name if self._targets.size is not None else "the batch size"
         if before and after == before:
             raise TuningError(
-                f"`{name}` was set to {other}, but train_dataloader() goes on with batches of {sorted(set(after))}:"
+                f"`{name}` was set to {other}, but train_dataloader() goes on with batches of {sorted(after)}:"
                 " build the DataLoader there, at every call, with that attribute"
             )
         if rows is not None and rows == self._rows and (rows or other not in after):
@@ -202,6 +203,10 @@ class TrialData:
                 f"the batch size was set from {base} to {other}, but the batches go on having {had}: build the"
                 " DataLoader, and its batch sampler or data set where that makes the batches, with this size"
             )
+
+
+def _known_sizes(loaders: list[DataLoader[Any]]) -> set[int]:
+    return {size for size in sizes_of(loaders) if size is not None}
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch.nn.parameter import is_lazy
 
-from lightning_offload.callbacks.tuning.batches import loaders_in, map_loaders, resized
+from lightning_offload.callbacks.tuning.batches import all_resized, loaders_in, resized, sizes_of
 from lightning_offload.callbacks.tuning.options import FinderOptions
 from lightning_offload.callbacks.tuning.result import TuningResult
 from lightning_offload.callbacks.tuning.trainer_facts import accumulation_of
@@ -201,15 +201,9 @@ class Targets:
         forget_remade(trainer)
         is_other = batch_size != self.base_size
         if self.loaders is not None:
-            source.instance = (
-                map_loaders(self.loaders, lambda loader: resized(loader, batch_size, self.package))
-                if is_other
-                else self.loaders
-            )
+            source.instance = all_resized(self.loaders, batch_size, self.package) if is_other else self.loaders
         elif self.is_remade and is_other:
-            source.dataloader = lambda: map_loaders(
-                type(source).dataloader(source), lambda loader: resized(loader, batch_size, self.package)
-            )
+            source.dataloader = lambda: all_resized(type(source).dataloader(source), batch_size, self.package)
 
     def apply(self, trainer: Any, batch_size: int, rate: float | None) -> None:
         """Set a size and a rate for the coming fit."""
@@ -338,17 +332,15 @@ def _size_of_loaders(loaders: Any, package: str) -> int:
             f"the batch size of a {type(loaders).__name__} cannot be changed: pass a torch DataLoader to fit(), or"
             " build the loader in train_dataloader() from an attribute"
         )
-    sizes = [
-        loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
-        for loader in found
-    ]
+    sizes = sizes_of(found)
     if len(set(sizes)) > 1:
         raise TuningError(f"the dataloaders have different batch sizes ({sizes}): tune one of them at a time")
     if not isinstance(sizes[0], int):
         resized(found[0], 1, package)  # raises, and says why
         raise TuningError("the dataloader has no batch_size: its data set or batch sampler makes the batches")
-    resized(found[0], sizes[0], package)  # so that a loader that cannot be made again is an error now
-    return sizes[0]
+    size: int = sizes[0]
+    resized(found[0], size, package)  # so that a loader that cannot be made again is an error now
+    return size
 
 
 _MARK = "_efficient_batch_size_rate"
