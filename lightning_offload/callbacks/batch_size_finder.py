@@ -22,7 +22,6 @@ from lightning_offload.callbacks.tuning.options import (
 )
 from lightning_offload.callbacks.tuning.rates import scale_groups
 from lightning_offload.callbacks.tuning.result import TuningResult, show, tell_kept
-from lightning_offload.callbacks.tuning.saved_values import rewrite_configuration, save_with_its_rate
 from lightning_offload.callbacks.tuning.session import Session
 from lightning_offload.callbacks.tuning.targets import (
     find_targets,
@@ -115,10 +114,6 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         self._limits = StepLimits()
         self._num_trainable: int | None = None
 
-    @property
-    def _names(self) -> dict[str, Any]:
-        return {"batch_arg_name": self._options.batch_arg_name, "lr_arg_name": self._options.lr_arg_name}
-
     # ---- the fit
 
     @override
@@ -197,8 +192,7 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         self._token, self._is_restored = self._token or uuid.uuid4().hex, False
         setattr(module, _MARK, self._token)
         if self.result is not None:
-            mark_rate(module, self.result)
-            save_with_its_rate(module, self.result, **self._names)
+            mark_rate(module, self.result, self._options)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -219,7 +213,6 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
             self.optimal_batch_size = self.result.batch_size
             self._mark(pl_module)
             self._num_trainable = None if unfreezes_later(trainer) else _num_trainable(pl_module)
-            rewrite_configuration(trainer, package_for(trainer), self.result, **self._names)
             show(self.result, trainer, package_for(trainer), self._plot_dir)
         if self._early_exit:
             package = package_for(trainer)
