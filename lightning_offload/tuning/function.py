@@ -229,7 +229,9 @@ class EfficientBatchSize:
         with _agreement() as agreement, heap_set_aside():
             runner = TrialRunner(host, self._settings, agreement)
             try:
-                return runner.find(options.space, max_trials=options.max_trials, max_seconds=options.max_seconds)
+                return runner.find(
+                    options.space, max_trials=options.max_trials, max_seconds=lambda _: options.max_seconds
+                )
             except TuningError as error:
                 raise self._about_length(runner.done) or error from None
 

@@ -294,8 +294,7 @@ class TrialRunner:
         *,
         begin: int | None = None,
         max_trials: int | None,
-        max_seconds: float | None,
-        usual_seconds: Callable[[Sequence[Trial]], float | None] = lambda _: None,
+        max_seconds: Callable[[Sequence[Trial]], float | None],
     ) -> SearchResult:
         """Find the efficiency-optimal size; every rank calls it, and all get the same.
 
@@ -303,8 +302,8 @@ class TrialRunner:
             space: What is searched.
             begin: A smaller size than its start to try before, to see what a step does.
             max_trials: Most trials, None for the usual number.
-            max_seconds: No trial begins that would probably end later; rank zero's clock counts.
-            usual_seconds: The same where `max_seconds` is None, once a trial has shown what a step takes.
+            max_seconds: No trial begins that would probably end after so many, by what trials have shown; None for no
+                limit. Rank zero's clock counts.
 
         Raises:
             TuningError: No size was found to fit, or a rank failed.
@@ -313,7 +312,7 @@ class TrialRunner:
         began = clock()
 
         def until() -> float | None:
-            seconds = max_seconds if max_seconds is not None else usual_seconds(self.done)
+            seconds = max_seconds(self.done)
             return None if seconds is None else began + seconds
 
         most = max(1, (max_trials or MAX_TRIALS_PREDICTED) // _RECORDED_SHARE)

@@ -10,22 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 from lightning_offload.callbacks.tuning.trainer_facts import accumulation_schedule
 from lightning_offload.errors import TuningError
 
-__all__ = [
-    "StepLimits",
-    "check_lengths",
-    "is_number_of_batches",
-    "run_batches",
-    "run_steps",
-    "scaled_steps",
-    "schedule_lengths",
-    "steps_left",
-]
+__all__ = ["RunLength", "StepLimits", "check_lengths", "is_number_of_batches", "run_batches", "schedule_lengths"]
 
 _LIMITS = ("max_steps", "min_steps")
 _LENGTHS = ("total_steps", "T_max", "total_iters")
@@ -34,33 +26,42 @@ _KEYWORDS = ("num_training_steps", "total_steps", "max_steps", "num_steps")
 _ABOUT = 0.05  # share of the run: a schedule of nearly its length is meant to be as long
 
 
-def run_steps(trainer: Any) -> float:
-    """Optimizer steps of the run as it is configured; infinite where that is not known."""
-    if accumulation_schedule(trainer) is not None:
-        return math.inf
-    number: float = trainer.estimated_stepping_batches
-    return number if number > 0 else math.inf
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLength:
+    """Optimizer steps of a run as it is configured.
+
+    Attributes:
+        total: Of all of it; infinite where that is not known.
+        left: Those that are left, where the run goes on from a checkpoint.
+        done: Those that were made before, with whatever batch.
+    """
+
+    total: float = math.inf
+    left: float = math.inf
+    done: int = 0
+
+    @classmethod
+    def of(cls, trainer: Any) -> RunLength:
+        """Look at a Trainer at the start of a fit; may make its loaders."""
+        checkpoint = trainer._checkpoint_connector._loaded_checkpoint
+        done = int(checkpoint.get("global_step", 0))
+        is_known = accumulation_schedule(trainer) is None and trainer.estimated_stepping_batches > 0
+        if not is_known:
+            return cls(done=done)
+        total = left = float(trainer.estimated_stepping_batches)
+        if checkpoint and trainer.max_steps != -1:
+            left = min(left, trainer.max_steps - done)
+        if checkpoint and math.isfinite(batches := run_batches(trainer)):
+            # of today's batch, though the epochs before may have had another
+            share = 1 - checkpoint.get("epoch", 0) / max(1, trainer.max_epochs)
+            left = min(left, math.ceil(share * batches / trainer.accumulate_grad_batches))
+        return cls(total=total, left=max(0.0, left), done=done)
 
 
 def run_batches(trainer: Any) -> float:
     """Batches of the run, whatever is accumulated; infinite where that is not known."""
     is_limited = trainer.max_epochs is not None and trainer.max_epochs >= 0
     return float(trainer.num_training_batches * max(1, trainer.max_epochs)) if is_limited else math.inf
-
-
-def steps_left(trainer: Any, total: float) -> float:
-    """How many optimizer steps are left of so many, where the run goes on from a checkpoint."""
-    checkpoint = trainer._checkpoint_connector._loaded_checkpoint
-    if not checkpoint or not math.isfinite(total):
-        return total
-    left = total
-    if trainer.max_steps != -1:
-        left = min(left, trainer.max_steps - checkpoint.get("global_step", 0))
-    batches = run_batches(trainer)
-    if math.isfinite(batches):  # of today's batch, though the epochs before may have had another
-        share = 1 - checkpoint.get("epoch", 0) / max(1, trainer.max_epochs)
-        left = min(left, math.ceil(share * batches / trainer.accumulate_grad_batches))
-    return max(0.0, float(left))
 
 
 def scaled_steps(num_steps: int, ratio: Fraction, done: int = 0) -> int:
