@@ -20,7 +20,6 @@ from lightning_offload.callbacks.tuning.options import (
     checked_folder,
     misconfiguration,
 )
-from lightning_offload.callbacks.tuning.rates import scale_groups
 from lightning_offload.callbacks.tuning.result import TuningResult, show, tell_kept
 from lightning_offload.callbacks.tuning.session import Session
 from lightning_offload.callbacks.tuning.targets import (
@@ -34,7 +33,7 @@ from lightning_offload.callbacks.tuning.trainer_facts import accumulation_of, un
 from lightning_offload.callbacks.tuning.trials import Start, roots_of
 from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import build_class, import_from, package_for, rank_zero
-from lightning_offload.tuning.learning_rate import Warmup, default_warmup_steps
+from lightning_offload.tuning.learning_rate import Warmup, default_warmup_steps, scale_groups
 from lightning_offload.tuning.snapshot import RandomStates
 
 if TYPE_CHECKING:

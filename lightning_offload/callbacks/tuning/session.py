@@ -31,11 +31,9 @@ from lightning_offload.callbacks.tuning.objective import GOODPUT, THROUGHPUT, Ob
 from lightning_offload.callbacks.tuning.options import FinderOptions
 from lightning_offload.callbacks.tuning.pilot import PilotPlan, pilot_plan, shortest_pilot, why_no_noise_scale
 from lightning_offload.callbacks.tuning.rates import (
-    Place,
     ScaledRate,
     base_rates,
     is_resumed,
-    scale_groups,
     scaled_rate,
     stragglers,
 )
@@ -50,6 +48,7 @@ from lightning_offload.plugins.out_of_memory import release_frames
 from lightning_offload.tensors.compiled_code import may_run
 from lightning_offload.tuning.acquisition import Space
 from lightning_offload.tuning.gates import LEAST_SPEEDUP, Choice, choose, expected_speedups
+from lightning_offload.tuning.learning_rate import Place, scale_groups
 from lightning_offload.tuning.noise_scale import NoiseScale, estimate_noise_scale, likely_efficiency
 from lightning_offload.tuning.predictions import Predictor
 from lightning_offload.tuning.ranks import Coordinator, GlooCoordinator

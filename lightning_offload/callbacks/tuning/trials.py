@@ -35,7 +35,7 @@ from lightning_offload.callbacks.tuning.trainer_facts import is_batch_norm_share
 from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import import_from
 from lightning_offload.plugins.memory import MemoryPlugin
-from lightning_offload.tuning.learning_rate import has_step_hooks, unwrapped
+from lightning_offload.tuning.learning_rate import has_step_hooks
 from lightning_offload.tuning.noise_scale import GradientSquares
 from lightning_offload.tuning.ranks import Coordinator
 from lightning_offload.tuning.runner import StepMeter
@@ -285,8 +285,7 @@ class StepTimer:
         self._clock, self._took, self._talked = clock, took, talked
         self._accumulation = accumulation
         self._is_manual = not module.automatic_optimization
-        watched = filter(has_step_hooks, trainer.optimizers) if self._is_manual else ()
-        self._optimizers = [unwrapped(each) for each in watched]
+        self._optimizers = list(filter(has_step_hooks, trainer.optimizers)) if self._is_manual else []
         self._awaited, self._stepped = set(range(len(self._optimizers))), set[int]()
         self._window: list[float] = []
         self._since: float | None = None
