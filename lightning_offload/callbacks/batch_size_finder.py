@@ -30,11 +30,11 @@ from lightning_offload.callbacks.tuning.targets import (
     warn_of_other_batch,
 )
 from lightning_offload.callbacks.tuning.trainer_facts import accumulation_of, unfreezes_later
-from lightning_offload.callbacks.tuning.trials import Start, roots_of
+from lightning_offload.callbacks.tuning.trials import roots_of
 from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import build_class, import_from, package_for, rank_zero
 from lightning_offload.tuning.learning_rate import Warmup, default_warmup_steps, scale_groups
-from lightning_offload.tuning.snapshot import RandomStates
+from lightning_offload.tuning.snapshot import RandomStates, StateSnapshot
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -147,11 +147,12 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
     def _before_optimizers(self, trainer: Trainer, module: LightningModule) -> None:
         package = package_for(trainer)
         is_known = self.result is not None and (self._is_restored or self._has_tuned(module))
-        start: Start | RandomStates = RandomStates.now()
+        start = StateSnapshot(())  # the random states
         try:
             if not is_known:
                 source = trainer.fit_loop._data_source
-                start = Start.now(roots_of(trainer, module, None if source.is_module() else source.instance))
+                loaders = None if source.is_module() else source.instance
+                start = StateSnapshot(roots_of(trainer, module, loaders), keeps_hooks=True)
             targets = find_targets(trainer, module, package, self._options)
             start.restore()  # what is asked for loaders may draw random numbers
         except Exception as error:
@@ -164,7 +165,7 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
             self.result = None  # of another model, or of this one before it was changed
             tell_kept(package, error)
             return
-        if self.result is not None and isinstance(start, RandomStates):
+        if self.result is not None and is_known:
             if accumulation_of(trainer) == self.result.configured_accumulation != self.result.accumulation:
                 self._limits.accumulate(trainer, self.result.accumulation)
             warn_of_other_batch(trainer, package, self.result)
@@ -175,7 +176,6 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
             self._limits.scale(trainer, self.result.batch_ratio, self.result.size_ratio, self.result.first_step)
             self._mark(module)
             return
-        assert isinstance(start, Start)  # nothing is known
         self.result, self._token, self._warmup_state = None, "", None  # of another model
         is_visible = trainer.is_global_zero and trainer.progress_bar_callback is not None
         self._session = Session(

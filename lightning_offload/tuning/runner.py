@@ -174,6 +174,27 @@ class StepMeter:
             self.status = worst
         return worst
 
+    def trial(self, batch_size: int, status: RankStatus, reason: str) -> Trial:
+        """What this rank's steps were, when all ranks have stopped.
+
+        Args:
+            batch_size: Of the steps.
+            status: How this rank has ended.
+            reason: Why the size does not fit, where an error says so.
+        """
+        seconds, reason = tuple(self.step_seconds), reason or self.excess
+        if not reason and self.status is RankStatus.DOES_NOT_FIT:
+            reason = STOPPED
+        if not reason and not seconds:
+            needed = self._settings.warmup_steps + 1
+            early = f"{ENDED_EARLY} {self.num_steps} optimizer steps of whole batches, a trial takes at least {needed}"
+            reason = early if status is RankStatus.ENDED else STOPPED
+        if not reason:
+            return Trial.from_steps(batch_size, seconds, peak_bytes=self.peak_bytes)
+        return Trial(
+            batch_size=batch_size, is_ok=False, peak_bytes=self.peak_bytes, step_seconds=seconds, reason=reason
+        )  # fmt: skip
+
     def _watch_allocator(self) -> None:
         memory = memory_in_use()
         if memory is not None:
@@ -356,46 +377,28 @@ class TrialRunner:
     def _record(self, space: Space, begin: int, most: int, until: Callable[[], float | None]) -> None:
         """Try a few sizes first, as long as a memory plugin shows their steps."""
         waiting = list(dict.fromkeys((begin, space.start)))
-        fits: int | None = None
-        is_spread = False
-        while len(self._recorded) < most and len(self.done) < 2 * most and not self._is_late(until()):
-            if not waiting:
-                if fits is None or is_spread:
-                    return
-                smallest = max(space.low, _SMALLEST_RECORDED)
-                waiting = [size for size in (2 * fits, fits // 2, 4 * fits) if size >= smallest]
-                is_spread = True
-                continue
+        has_spread = False
+        while waiting and len(self._recorded) < most and len(self.done) < 2 * most and not self._is_late(until()):
             size = waiting.pop(0)
-            if not space.is_within(size):
-                continue
-            tried = next((trial for trial in self.done if trial.batch_size == size), None)
-            if tried is not None:
-                if fits is None and tried.is_ok and self._agreement.is_true_on_all(self._is_watched):
-                    fits = size
-                elif fits is None and not tried.is_ok:
-                    waiting = [size // 4]
-                continue
-            if space.sizes is not None and size not in space.sizes:
-                continue
-            if self._host.refusal(size, self.done, self._predict):
-                continue  # it is no trial yet: the search may never come to it
-            if self.run(size).is_ok:
-                if not self._agreement.is_true_on_all(self._is_watched):
-                    return
-                fits = size
-            elif fits is None:
-                waiting = [size // 4]
+            trial = next((trial for trial in self.done if trial.batch_size == size), None)
+            if trial is None:
+                # what is refused is no trial yet: the search may never come to it
+                if not space.allows(size) or self._host.refusal(size, self.done, self._predict):
+                    continue
+                trial = self.run(size)
+            if not trial.is_ok:
+                waiting = waiting if has_spread else [size // 4]
+            elif not self._agreement.is_true_on_all(None not in self._recorded.values()):
+                return
+            elif not has_spread:
+                has_spread = True
+                smallest = max(space.low, _SMALLEST_RECORDED)
+                waiting += [other for other in (2 * size, size // 2, 4 * size) if other >= smallest]
 
     def _is_late(self, until: float | None) -> bool:
         if until is None or not self.done:
             return False
         return self._agreement.broadcast(self._settings.clock() >= until)
-
-    @property
-    def _is_watched(self) -> bool:
-        """Whether a plugin showed the steps of all trials that were ok."""
-        return None not in self._recorded.values()
 
     def _predict(self, batch_size: int) -> Prediction | None:
         """Predict a size, on all ranks; None where nothing can."""
@@ -430,8 +433,7 @@ class TrialRunner:
         agreement.raise_together(failure, what)  # whether it came before all had stopped, or after
         if meter.status is RankStatus.FAILED:
             raise TuningError(f"{what} failed on another rank: see its error")
-        own = _reason(meter, status, reason or meter.excess, self._settings)
-        return agreed(_trial(batch_size, meter, own), agreement)
+        return agreed(meter.trial(batch_size, status, reason), agreement)
 
     def _trained(self, batch_size: int, meter: StepMeter) -> tuple[RankStatus, str, Exception | None]:
         """Let the host train; how that ended, why the size does not fit, and what else was raised."""
@@ -443,7 +445,7 @@ class TrialRunner:
             status = RankStatus.HAS_ENOUGH
             release_frames(over)
         except Exception as error:
-            reason = _why_it_does_not_fit(error, self._settings)
+            reason = self._why_it_does_not_fit(error)
             if reason:
                 status = RankStatus.DOES_NOT_FIT
                 release_frames(error)
@@ -457,33 +459,10 @@ class TrialRunner:
                 memory.give_back()  # so that a trial's memory is not that of the one before it
         return status, reason, failure
 
-
-def _why_it_does_not_fit(error: Exception, settings: TrialSettings) -> str:
-    """Why a size does not fit, by an error; empty where it says something else."""
-    if isinstance(error, BudgetInfeasibleError):
-        return f"needs a budget of {format_bytes(error.floor_bytes)}"
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return "out of memory"
-    return str(error).partition("\n")[0] if settings.is_out_of_memory(error) else ""
-
-
-def _reason(meter: StepMeter, status: RankStatus, reason: str, settings: TrialSettings) -> str:
-    """Why the trial is not ok on this rank, where it ended so; empty where it is."""
-    if reason:
-        return reason
-    if meter.status is RankStatus.DOES_NOT_FIT:
-        return STOPPED
-    if not meter.step_seconds:
-        needed = settings.warmup_steps + 1
-        early = f"{ENDED_EARLY} {meter.num_steps} optimizer steps of whole batches, a trial takes at least {needed}"
-        return early if status is RankStatus.ENDED else STOPPED
-    return ""
-
-
-def _trial(batch_size: int, meter: StepMeter, reason: str) -> Trial:
-    seconds = tuple(meter.step_seconds)
-    if not reason:
-        return Trial.from_steps(batch_size, seconds, peak_bytes=meter.peak_bytes)
-    return Trial(
-        batch_size=batch_size, is_ok=False, peak_bytes=meter.peak_bytes, step_seconds=seconds, reason=reason
-    )  # fmt: skip
+    def _why_it_does_not_fit(self, error: Exception) -> str:
+        """Why a size does not fit, by an error; empty where it says something else."""
+        if isinstance(error, BudgetInfeasibleError):
+            return f"needs a budget of {format_bytes(error.floor_bytes)}"
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            return "out of memory"
+        return str(error).partition("\n")[0] if self._settings.is_out_of_memory(error) else ""

@@ -40,7 +40,7 @@ from lightning_offload.callbacks.tuning.rates import (
 from lightning_offload.callbacks.tuning.result import TuningResult, search_shown, tell_kept
 from lightning_offload.callbacks.tuning.sampling import Bounds, TrialData, end_workers
 from lightning_offload.callbacks.tuning.targets import Targets, with_rate_of_now
-from lightning_offload.callbacks.tuning.trials import NUM_LEARNING_STEPS, LightningHost, Start
+from lightning_offload.callbacks.tuning.trials import NUM_LEARNING_STEPS, LightningHost
 from lightning_offload.capture.live import heap_set_aside
 from lightning_offload.errors import BudgetInfeasibleError, OffloadError, TuningError
 from lightning_offload.lightning_packages import rank_zero
@@ -54,6 +54,7 @@ from lightning_offload.tuning.predictions import Predictor
 from lightning_offload.tuning.ranks import Coordinator, GlooCoordinator
 from lightning_offload.tuning.runner import TrialRunner, TrialSettings
 from lightning_offload.tuning.search import SearchResult
+from lightning_offload.tuning.snapshot import StateSnapshot
 from lightning_offload.tuning.trial import Trial
 from lightning_offload.units import format_seconds
 
@@ -94,7 +95,7 @@ class Session:
         trainer: Any,
         module: Any,
         *,
-        start: Start,
+        start: StateSnapshot,
         limits: StepLimits,
         clock: Callable[[], float],
         is_visible: bool,

@@ -22,7 +22,6 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -39,7 +38,7 @@ from lightning_offload.tuning.learning_rate import has_step_hooks
 from lightning_offload.tuning.noise_scale import GradientSquares
 from lightning_offload.tuning.ranks import Coordinator
 from lightning_offload.tuning.runner import StepMeter
-from lightning_offload.tuning.snapshot import RandomStates, StateSnapshot
+from lightning_offload.tuning.snapshot import StateSnapshot
 from lightning_offload.tuning.trial import Predict, Trial
 
 _SHARE = 0.9  # of the budget that a prediction may fill
@@ -99,33 +98,6 @@ def roots_of(trainer: Any, module: Any, loaders: Any | None) -> tuple[object, ..
 def _is_users(callback: object) -> bool:
     package = type(callback).__module__.partition(".")[0]
     return package not in ("lightning", "pytorch_lightning", "lightning_offload")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """The state that training is to begin from, before Lightning made the optimizers.
-
-    Attributes:
-        roots: All that steps may change is below these.
-        snapshot: Of the roots.
-        random_states: Of the global generators.
-    """
-
-    roots: tuple[object, ...]
-    snapshot: StateSnapshot
-    random_states: RandomStates
-
-    @classmethod
-    def now(cls, roots: Sequence[object]) -> Start:
-        """Record the state as it is."""
-        return cls(
-            roots=tuple(roots), snapshot=StateSnapshot(roots, keeps_hooks=True), random_states=RandomStates.now()
-        )
-
-    def restore(self) -> None:
-        """Put all of it back."""
-        self.snapshot.restore()
-        self.random_states.restore()
 
 
 NUM_LEARNING_STEPS = 3
@@ -389,7 +361,7 @@ class LightningHost:
         module: Any,
         package: str,
         *,
-        start: Start,
+        start: StateSnapshot,
         data: TrialData,
         agreement: Coordinator,
         known_size: int,
@@ -404,11 +376,9 @@ class LightningHost:
         self.decline = reason_not_to_run_out(trainer, module, allow_oom)
         self._trainer, self._module, self._package = trainer, module, package
         schedulers = [config.scheduler for config in trainer.strategy.lr_scheduler_configs]
-        self._start = start
         self._prepared = StateSnapshot(
-            (*start.roots, *trainer.optimizers, *schedulers), keeps_hooks=True, since=start.snapshot
+            (*start.roots, trainer.precision_plugin, *trainer.optimizers, *schedulers), keeps_hooks=True, since=start
         )
-        self._plugin = StateSnapshot([trainer.precision_plugin])
         self._data, self._clock = data, clock
         self._agreement, self._known_size = agreement, known_size
         self._may_talk = allow_oom is None and agreement.num_ranks > 1
@@ -512,8 +482,6 @@ class LightningHost:
         """Undo what trials have done to model, data, loops, optimizers, GradScaler and generators."""
         for parameter in self._module.parameters():
             parameter.grad = None
-        self._plugin.restore()
-        self._start.random_states.restore()
         self._prepared.restore()
 
     def refusal(self, batch_size: int, trials: Sequence[Trial], predict: Predict) -> str:
