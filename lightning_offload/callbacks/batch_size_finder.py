@@ -29,7 +29,7 @@ from lightning_offload.callbacks.tuning.targets import (
     rate_to_set,
     warn_of_other_batch,
 )
-from lightning_offload.callbacks.tuning.trainer_facts import accumulation_of, unfreezes_later
+from lightning_offload.callbacks.tuning.trainer_facts import replaced, unfreezes_later
 from lightning_offload.callbacks.tuning.trials import roots_of
 from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import build_class, import_from, package_for, rank_zero
@@ -166,14 +166,12 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
             tell_kept(package, error)
             return
         if self.result is not None and is_known:
-            if accumulation_of(trainer) == self.result.configured_accumulation != self.result.accumulation:
-                self._limits.accumulate(trainer, self.result.accumulation)
+            self._limits.set(trainer, self.result)
             warn_of_other_batch(trainer, package, self.result)
             rate = self.result.lr if self._is_restored else rate_to_set(module, targets, self.result)
             if rate is None:
                 rank_zero(package, "info", f"the learning rate {targets.base_rate!r}, set since the tuning, is kept")
             targets.apply(trainer, self.result.batch_size, rate)
-            self._limits.scale(trainer, self.result.batch_ratio, self.result.size_ratio, self.result.first_step)
             self._mark(module)
             return
         self.result, self._token, self._warmup_state = None, "", None  # of another model
@@ -258,7 +256,7 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         vars(trainer.strategy).pop("setup_optimizers", None)
         forget_remade(trainer)
         self._session = None
-        self._limits.put_back(trainer)
+        self._limits.put_back()
         if self._warmup is not None:
             self._warmup_state = self._warmup.state_dict()
             self._warmup.remove()
@@ -293,17 +291,14 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
             TuningError: As for the finder itself.
         """
         self.result, self._token = None, ""
-        tuned: Any = trainer
-        states = RandomStates.now()
-        callbacks, loggers, progress_bar = tuned.callbacks, tuned.loggers, tuned.progress_bar_callback
-        tuned.callbacks = [self, *([progress_bar] if progress_bar is not None else [])]
-        tuned.loggers = []
+        states, progress_bar = RandomStates.now(), trainer.progress_bar_callback
+        callbacks = [self, *([progress_bar] if progress_bar is not None else [])]
         self._early_exit = True
         try:
-            tuned.fit(model, train_dataloaders, datamodule=datamodule)
+            with replaced(trainer, callbacks=callbacks, loggers=[]):
+                trainer.fit(model, train_dataloaders, datamodule=datamodule)
         finally:
             self._early_exit = False
-            tuned.callbacks, tuned.loggers = callbacks, loggers
             states.restore()
         if self.result is None:
             raise misconfiguration(trainer, "nothing was tuned: fast_dev_run is on, or the run was interrupted")

@@ -17,12 +17,15 @@ from lightning_offload.callbacks.tuning.length import is_number_of_batches
 from lightning_offload.callbacks.tuning.objective import Objective
 from lightning_offload.callbacks.tuning.options import FinderOptions
 from lightning_offload.callbacks.tuning.targets import Targets
-from lightning_offload.callbacks.tuning.trainer_facts import accumulation_of
+from lightning_offload.callbacks.tuning.trainer_facts import accumulation_of, replaced
 from lightning_offload.errors import TuningError
 from lightning_offload.tuning.ranks import Coordinator
 from lightning_offload.tuning.shapes import shapes_in
 
 __all__ = ["Bounds", "TrialData", "end_workers"]
+
+_ALONE = {"barrier": lambda *_, **__: None, "reduce": lambda tensor, *_, **__: tensor}
+"""Methods of a strategy with which a rank does not wait for the others, which may fail: loaders are each rank's own."""
 
 Bounds = tuple[int, int, int]
 """The smallest, the largest and the first size to try."""
@@ -80,7 +83,7 @@ class TrialData:
         loop._combined_loader = None
         targets.load(self._trainer, batch_size)
         try:
-            with warnings.catch_warnings(), _without_others(self._trainer.strategy):
+            with warnings.catch_warnings(), replaced(self._trainer.strategy, **_ALONE):
                 warnings.simplefilter("ignore")  # of sizes that are only tried; the run says it of its own
                 loop.setup_data()
             most = math.ceil(MANY * targets.base_size / batch_size) if is_repeated else 0
@@ -207,18 +210,6 @@ class TrialData:
 
 def _known_sizes(loaders: list[DataLoader[Any]]) -> set[int]:
     return {size for size in sizes_of(loaders) if size is not None}
-
-
-@contextlib.contextmanager
-def _without_others(strategy: Any) -> Iterator[None]:
-    """Inside, a rank does not wait for the others, which may fail there: what loaders have is each rank's own."""
-    alone = {"barrier": lambda *_, **__: None, "reduce": lambda tensor, *_, **__: tensor}
-    vars(strategy).update(alone)
-    try:
-        yield
-    finally:
-        for name in alone:
-            vars(strategy).pop(name, None)
 
 
 def end_workers(loop: Any) -> None:

@@ -134,9 +134,7 @@ class Session:
                 result = self._tuned()
             self._restore()
             self._targets.apply(self._trainer, result.batch_size, result.lr)
-            if result.accumulation != result.configured_accumulation:
-                self._limits.accumulate(self._trainer, result.accumulation)
-            told = self._limits.scale(self._trainer, result.batch_ratio, result.size_ratio, result.first_step)
+            told = self._limits.set(self._trainer, result)
             places = self._make_optimizers(before, result.lr_factor)
             check_lengths(
                 lengths,
@@ -147,7 +145,7 @@ class Session:
             )
         except BaseException as error:
             # what a user does next begins from a model that was not trained
-            self._limits.put_back(self._trainer)
+            self._limits.put_back()
             self._restore()
             self._targets.apply(self._trainer, self._targets.base_size, self._targets.base_rate)
             if not (isinstance(error, Exception) and self._goes_on_after(error)):

@@ -30,7 +30,12 @@ from lightning_offload.accelerators import memory_of, synchronize
 from lightning_offload.callbacks.tuning.batches import loaders_in
 from lightning_offload.callbacks.tuning.pilot import Pilot, PilotPlan
 from lightning_offload.callbacks.tuning.sampling import TrialData
-from lightning_offload.callbacks.tuning.trainer_facts import is_batch_norm_shared, sharding_of, unfreezes_later
+from lightning_offload.callbacks.tuning.trainer_facts import (
+    is_batch_norm_shared,
+    replaced,
+    sharding_of,
+    unfreezes_later,
+)
 from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import import_from
 from lightning_offload.plugins.memory import MemoryPlugin
@@ -114,44 +119,26 @@ _PLACES = ("name", "version", "save_dir", "root_dir", "log_dir")
 def quiet(trainer: Any, module: Any, package: str, *callbacks: Any) -> Iterator[None]:
     """Nothing that the fit loop does inside is logged, shown, saved or seen by other callbacks than these."""
     loop, strategy = trainer.fit_loop.epoch_loop, trainer.strategy
-    schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
-    silent = {
-        "callbacks": list(callbacks),
-        "profiler": import_from(package, "profilers").PassThroughProfiler(),
-        "loggers": [_silent_logger(package)(logger) for logger in trainer.loggers],
-        "limit_val_batches": 0,
-        "should_stop": False,
-    }
-    before = {name: getattr(trainer, name) for name in silent}
-    summary = getattr(strategy, "_summary", None)  # of the plan, which an offload strategy prints
-    limits = loop.max_steps, trainer.fit_loop.max_batches
-    for name, value in silent.items():
-        setattr(trainer, name, value)
-    if summary is not None:
-        strategy._summary = None
-    object.__setattr__(module, "print", _nothing)
-    for name in ("log", "log_dict"):
-        object.__setattr__(module, name, _by_itself(getattr(module, name)))
-    for scheduler in schedulers:
-        scheduler.step = _nothing  # under manual optimization the model calls it, and its end would come too soon
-    loop.update_lr_schedulers = _nothing
-    loop._broadcast_sigterm_tensor = _nothing  # a collective of every batch, in the model's own group
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the run says it of its own
-            yield
-    finally:
-        vars(loop).pop("update_lr_schedulers", None)
-        vars(loop).pop("_broadcast_sigterm_tensor", None)
-        loop.max_steps, trainer.fit_loop.max_batches = limits
-        for scheduler in schedulers:
-            vars(scheduler).pop("step", None)
-        for name in ("log", "log_dict", "print"):
-            vars(module).pop(name, None)
-        if summary is not None:
-            strategy._summary = summary
-        for name, value in before.items():
-            setattr(trainer, name, value)
+    loggers = [_silent_logger(package)(logger) for logger in trainer.loggers]
+    profiler = import_from(package, "profilers").PassThroughProfiler()
+    changes: list[tuple[Any, dict[str, Any]]] = [
+        (trainer, {"callbacks": list(callbacks), "profiler": profiler, "loggers": loggers}),
+        (trainer, {"limit_val_batches": 0, "should_stop": False}),
+        (module, {"print": _nothing, "log": _by_itself(module.log), "log_dict": _by_itself(module.log_dict)}),
+        (trainer.fit_loop, {"max_batches": trainer.fit_loop.max_batches}),
+        # the signal is a collective of every batch, in the model's own group
+        (loop, {"max_steps": loop.max_steps, "update_lr_schedulers": _nothing, "_broadcast_sigterm_tensor": _nothing}),
+        # under manual optimization the model calls it, and its end would come too soon
+        *((config.scheduler, {"step": _nothing}) for config in strategy.lr_scheduler_configs),
+    ]
+    if hasattr(strategy, "_summary"):  # of the plan, which an offload strategy prints
+        changes.append((strategy, {"_summary": None}))
+    with contextlib.ExitStack() as stack:
+        for holder, values in changes:
+            stack.enter_context(replaced(holder, **values))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # the run says it of its own
+        yield
 
 
 @functools.cache
@@ -325,16 +312,6 @@ class StepTimer:
         self._took(seconds)
 
 
-@contextlib.contextmanager
-def _accumulating(trainer: Any, number: int) -> Iterator[None]:
-    """Inside, the Trainer accumulates so many micro-batches."""
-    before, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, number
-    try:
-        yield
-    finally:
-        trainer.accumulate_grad_batches = before
-
-
 class LightningHost:
     """Trains with the fit loop of a Trainer, on this rank.
 
@@ -422,7 +399,10 @@ class LightningHost:
         trainer, loop = self._trainer, self._trainer.fit_loop
         watch = _watch_class(self._package)(**hooks)
         call = import_from(self._package, "trainer.call")
-        with quiet(trainer, self._module, self._package, watch), _accumulating(trainer, accumulation):
+        with (
+            quiet(trainer, self._module, self._package, watch),
+            replaced(trainer, accumulate_grad_batches=accumulation),
+        ):
             call._call_lightning_module_hook(trainer, "on_fit_start")  # which comes after the callbacks' own
             num_before = -1
             while watch.num_batches > num_before:
@@ -466,7 +446,7 @@ class LightningHost:
             num_steps: Those of the run, at whose end its schedules end; 0 where they are not to be stepped.
             is_late: Whether no step more is to be made than a measurement needs.
         """
-        with _accumulating(self._trainer, plan.accumulation):
+        with replaced(self._trainer, accumulate_grad_batches=plan.accumulation):
             pilot = Pilot(
                 self._trainer, self._module, plan, micro_size=batch_size, num_ranks=self._agreement.num_ranks,
                 num_steps=num_steps, is_late=is_late,
