@@ -7,7 +7,6 @@ import functools
 import math
 import os
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,8 +24,9 @@ from lightning_offload.callbacks.tuning.session import Session
 from lightning_offload.callbacks.tuning.targets import (
     find_targets,
     forget_remade,
-    mark_rate,
+    mark,
     rate_to_set,
+    tuning_of,
     warn_of_other_batch,
 )
 from lightning_offload.callbacks.tuning.trainer_facts import replaced, unfreezes_later
@@ -43,8 +43,6 @@ else:
     _FinderBase = object  # the real base comes from the package in use, see build_finder
 
 
-_MARK = "_efficient_batch_size_token"
-"""Attribute of a model by which the finder that has tuned it knows it again."""
 _UNSUPPORTED = ("DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy")
 
 
@@ -105,7 +103,6 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         self._plot_dir = None if plot_dir is None else checked_folder(plot_dir)
         self._clock: Callable[[], float] = time.perf_counter
         self.result = None
-        self._token = ""
         self._is_restored = False
         self._session: Session | None = None
         self._warmup: Warmup | None = None
@@ -146,7 +143,7 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
 
     def _before_optimizers(self, trainer: Trainer, module: LightningModule) -> None:
         package = package_for(trainer)
-        is_known = self.result is not None and (self._is_restored or self._has_tuned(module))
+        is_known = self.result is not None and (self._is_restored or tuning_of(module) == self.result)
         start = StateSnapshot(())  # the random states
         try:
             if not is_known:
@@ -172,33 +169,19 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
             if rate is None:
                 rank_zero(package, "info", f"the learning rate {targets.base_rate!r}, set since the tuning, is kept")
             targets.apply(trainer, self.result.batch_size, rate)
-            self._mark(module)
+            self._is_restored = False
+            mark(module, self.result, self._options)
             return
-        self.result, self._token, self._warmup_state = None, "", None  # of another model
+        self.result, self._warmup_state = None, None  # of another model
         is_visible = trainer.is_global_zero and trainer.progress_bar_callback is not None
         self._session = Session(
             self._options, targets, trainer, module, start=start, limits=self._limits, clock=self._clock,
             is_visible=is_visible, is_alone=self._early_exit,
         )  # fmt: skip
 
-    def _has_tuned(self, module: Any) -> bool:
-        return bool(self._token) and getattr(module, _MARK, "") == self._token
-
-    def _mark(self, module: Any) -> None:
-        # on the module itself: both may travel to another process before the fit
-        self._token, self._is_restored = self._token or uuid.uuid4().hex, False
-        setattr(module, _MARK, self._token)
-        if self.result is not None:
-            mark_rate(module, self.result, self._options)
-
-    @override
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tunes, unless the state of a tuned run was restored."""
-        self.scale_batch_size(trainer, pl_module)
-
     @override
     def scale_batch_size(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Runs the tuning that `setup` has prepared; does nothing where there is none to run."""
+        """Runs the tuning that `setup` has prepared, when the fit begins; does nothing where there is none to run."""
         session, self._session = self._session, None
         if session is not None:
             try:
@@ -208,7 +191,7 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
             if self.result is None:
                 return
             self.optimal_batch_size = self.result.batch_size
-            self._mark(pl_module)
+            mark(pl_module, self.result, self._options)
             self._num_trainable = None if unfreezes_later(trainer) else _num_trainable(pl_module)
             show(self.result, trainer, package_for(trainer), self._plot_dir)
         if self._early_exit:
@@ -221,14 +204,18 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         result = self.result
         if result is None or result.lr_factor <= 1:
             return
-        num_steps = self._num_warmup_steps(trainer)
+        num_steps = self._options.lr_warmup_steps
+        if num_steps is None:
+            length = trainer.estimated_stepping_batches
+            num_steps = default_warmup_steps(length if length > 0 else math.inf)  # -1 of a stream without an end
         if not num_steps:
             return
         self._warmup = Warmup(num_steps, result.lr_factor)
         if self._warmup_state is not None:
             self._warmup.load_state_dict(self._warmup_state)
-        self.result = dataclasses.replace(result, warmup_steps=self._warmup.num_steps)
         self._warmup.attach(trainer.optimizers)
+        self.result = dataclasses.replace(result, warmup_steps=self._warmup.num_steps)
+        mark(pl_module, self.result, self._options)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -242,13 +229,6 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
                 " size was tuned, so more memory may be needed than was measured: use a BaseFinetuning callback, which"
                 " trials take into account, or set max_val",
             )
-
-    def _num_warmup_steps(self, trainer: Trainer) -> int:
-        options = self._options
-        if options.lr_warmup_steps is not None:
-            return options.lr_warmup_steps
-        num_steps = trainer.estimated_stepping_batches
-        return default_warmup_steps(num_steps if num_steps > 0 else math.inf)  # -1 of a stream without an end
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -290,7 +270,7 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         Raises:
             TuningError: As for the finder itself.
         """
-        self.result, self._token = None, ""
+        self.result = None
         states, progress_bar = RandomStates.now(), trainer.progress_bar_callback
         callbacks = [self, *([progress_bar] if progress_bar is not None else [])]
         self._early_exit = True

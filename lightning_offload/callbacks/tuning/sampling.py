@@ -150,24 +150,22 @@ class TrialData:
 
     def _most(self, objective: Objective) -> float:
         """The largest size of which an epoch has enough batches and optimizer steps; the configured one always has."""
-        most = math.inf if objective.samples_per_rank is None else objective.samples_per_rank
+        kept = objective.samples_per_rank
         if self._num_samples is None:
-            return most
-        trainer = self._trainer
+            return math.inf if kept is None else kept
+        trainer, accumulation = self._trainer, accumulation_of(self._trainer)
         limit, interval = trainer.limit_train_batches, trainer.val_check_interval
-        needed: int = 1
+        num_samples, needed = self._num_samples, 1
         if isinstance(interval, int) and trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches > 0:
             needed = interval
-        num_samples = self._num_samples
         if is_number_of_batches(limit):  # of the configured size; the epoch stays as many samples
             num_samples = min(num_samples, limit * self._targets.base_size)
         elif limit:
             needed = math.ceil(needed / limit)
-        if objective.samples_per_rank is not None:  # as many optimizer steps as there were
-            return max(min(num_samples // needed, most), min(self._targets.base_size, num_samples))
-        needed = max(needed, accumulation_of(trainer))
-        shared = self._num_samples * self._options.max_data_share / accumulation_of(trainer)
-        return max(min(num_samples // needed, math.floor(shared)), min(self._targets.base_size, self._num_samples))
+        if kept is None:  # else there are as many optimizer steps as there were
+            needed = max(needed, accumulation)
+            kept = math.floor(self._num_samples * self._options.max_data_share / accumulation)
+        return max(min(num_samples // needed, kept), min(self._targets.base_size, num_samples))
 
     def without_single(self, batch_size: int, smallest: int, sizes: Sequence[int] | None = None) -> int:
         """The size, or the next lower one that does not leave a single sample, which batch norm cannot train on.

@@ -328,15 +328,18 @@ def _size_of_loaders(loaders: Any, package: str) -> int:
     return size
 
 
-_MARK = "_efficient_batch_size_rate"
-"""Attribute of a model: the rate that a tuning has set, and the effective batch that it belongs to."""
+_MARK = "_efficient_batch_size"
+"""Attribute of a model: the result of its last tuning."""
 _HOOK = "on_save_checkpoint"
 _HYPERPARAMETERS = "hyper_parameters"  # of a checkpoint
 
 
-def mark_rate(module: Any, result: TuningResult, options: FinderOptions) -> None:
-    """Note on a model what its rate is for, so that no other finder scales it once more; its checkpoints say it too."""
-    setattr(module, _MARK, (result.lr, result.effective_batch_size))
+def mark(module: Any, result: TuningResult, options: FinderOptions) -> None:
+    """Note on a model what it was tuned to, so that no other finder scales its rate once more; its checkpoints say it.
+
+    It is the module's: both it and its finder may travel to another process before the fit.
+    """
+    setattr(module, _MARK, result)
     own = getattr(module, _HOOK)
     if isinstance(own, functools.partial) and own.func is _save:  # of an earlier tuning
         own = own.args[0]
@@ -358,10 +361,16 @@ def _save(own: Callable[[Any], None], result: TuningResult, options: FinderOptio
             place.set(result.configured_lr)
 
 
+def tuning_of(module: Any) -> TuningResult | None:
+    """What a model was last tuned to; None where it was not."""
+    return getattr(module, _MARK, None)
+
+
 def batch_of_rate(module: Any, targets: Targets) -> int | None:
     """The effective batch that a model's rate is for, where a tuning has set it; None where the user has."""
-    rate, batch = getattr(module, _MARK, (None, None))
-    return batch if rate is not None and rate == targets.base_rate else None
+    result = tuning_of(module)
+    is_its = result is not None and result.lr is not None and result.lr == targets.base_rate
+    return result.effective_batch_size if result is not None and is_its else None
 
 
 def rate_to_set(module: Any, targets: Targets, result: TuningResult) -> float | None:
