@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from lightning_offload.callbacks.tuning.batches import num_samples
-from lightning_offload.callbacks.tuning.feeding import Feed, Look
+from lightning_offload.callbacks.tuning.data import Feed, Look
 from lightning_offload.errors import TuningError
 from lightning_offload.tuning.shapes import shapes_in
 

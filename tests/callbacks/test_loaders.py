@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_offload.callbacks.tuning.feeding import Look
+from lightning_offload.callbacks.tuning.data import Look
 from tests.callbacks.conftest import MakeTrainer
 from tests.callbacks.test_errors import raised
 from tests.callbacks.training import (

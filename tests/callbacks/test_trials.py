@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from lightning_offload.callbacks.tuning import feeding
+from lightning_offload.callbacks.tuning import data
 from tests.callbacks.conftest import MakeTrainer
 from tests.callbacks.training import NUM_SAMPLES, Clock, Net, assert_same, finder_of, fitted, is_trial, samples
 
@@ -182,7 +182,7 @@ def test_steps_that_write_to_batches_that_differ(make_trainer: MakeTrainer) -> N
 
 def test_reading_is_bounded_by_the_clock(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow loaders are not read to the end to find the largest batch."""
-    monkeypatch.setattr(feeding, "_SECONDS", -1.0)
+    monkeypatch.setattr(data, "_SECONDS", -1.0)
     clock = Clock()
     finder = finder_of(clock)
     make_trainer(callbacks=[finder], max_epochs=1).fit(Ragged(clock=clock))

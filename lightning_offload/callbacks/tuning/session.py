@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_offload.callbacks.tuning.feeding import Look
+from lightning_offload.callbacks.tuning.data import Bounds, Look, TrialData, end_workers
 from lightning_offload.callbacks.tuning.length import (
     RunLength,
     StepLimits,
@@ -38,7 +38,6 @@ from lightning_offload.callbacks.tuning.rates import (
     stragglers,
 )
 from lightning_offload.callbacks.tuning.result import TuningResult, search_shown, tell_kept
-from lightning_offload.callbacks.tuning.sampling import Bounds, TrialData, end_workers
 from lightning_offload.callbacks.tuning.targets import Targets, with_rate_of_now
 from lightning_offload.callbacks.tuning.trials import NUM_LEARNING_STEPS, LightningHost
 from lightning_offload.capture.live import heap_set_aside
@@ -199,7 +198,7 @@ class Session:
             is_limited = agreement.is_true_on_all(host.budget_bytes is not None)
             within = bounds if is_limited else None
             result = agreement.together(
-                lambda: self._of_search(choice, found, runner.predictor, host, data.note, within), "predicting sizes"
+                lambda: self._of_search(choice, found, runner.predictor, host, within), "predicting sizes"
             )
             return agreement.broadcast(result)
         finally:
@@ -422,7 +421,6 @@ class Session:
         found: SearchResult,
         predictor: Predictor | None,
         host: LightningHost,
-        note: str,
         within: Bounds | None,
     ) -> TuningResult:
         """The result of a search; predictions are rank zero's, of sizes within some bounds where memory has a limit."""
@@ -431,7 +429,7 @@ class Session:
         is_predicted = largest is not None and found.smallest_failing is None and largest > found.largest
         if not is_predicted:
             largest = found.largest if within is not None or found.smallest_failing is not None else None
-        notes = [self._left(choice, found), note]
+        notes = [self._left(choice, found), "" if self._look is None else self._look.note(self._targets.base_size)]
         if not choice.why_kept and choice.batch_size != choice.best_size:
             notes.append(f"Not {choice.best_size}: its last batch is one sample, which batch norm cannot train on")
         if host.decline:

@@ -28,8 +28,8 @@ import torch
 
 from lightning_offload.accelerators import memory_of, synchronize
 from lightning_offload.callbacks.tuning.batches import loaders_in
+from lightning_offload.callbacks.tuning.data import TrialData
 from lightning_offload.callbacks.tuning.pilot import Pilot, PilotPlan
-from lightning_offload.callbacks.tuning.sampling import TrialData
 from lightning_offload.callbacks.tuning.trainer_facts import (
     is_batch_norm_shared,
     replaced,

@@ -1,18 +1,36 @@
-"""The data of a run: what the fit loop is fed in trials, and the sizes that the data allow."""
+"""The data of a run: what Lightning's fit loop is fed in trials, and the sizes that the data allow.
+
+A trial is fed the batches of the run's own dataloaders, epoch after epoch.
+
+A last batch that is smaller than the first one of its epoch is left out. Where batches of one size differ (lengths,
+graphs), the most that training needs is what the largest one needs: a few batches are read, and many where they differ,
+and then copies of the largest are fed in the place of those that come. So a memory plan has one shape to learn, steps
+are alike, and what loading takes counts all the same.
+
+Where it is lengths that differ, a training has batches of all lengths. A batch is padded to its longest sample, so one
+of twice the size is as long as the longer one of two: where a batch of the configured size is no longer than `x` with
+probability `F(x)`, one that is `k` times as large is with `F(x)^k`. A step is taken to be as long as its batch, and
+samples to be drawn independently: a sampler that puts samples of one length together pads less than this says, so
+larger batches look worse than they are.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 import math
+import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from torch import Size
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
 from lightning_offload.callbacks.tuning.batches import loaders_in, num_samples, sizes_of
-from lightning_offload.callbacks.tuning.feeding import MANY, Feed, Look
 from lightning_offload.callbacks.tuning.length import is_number_of_batches
 from lightning_offload.callbacks.tuning.objective import Objective
 from lightning_offload.callbacks.tuning.options import FinderOptions
@@ -22,7 +40,156 @@ from lightning_offload.errors import TuningError
 from lightning_offload.tuning.ranks import Coordinator
 from lightning_offload.tuning.shapes import shapes_in
 
-__all__ = ["Bounds", "TrialData", "end_workers"]
+__all__ = ["Bounds", "Feed", "Look", "TrialData", "end_workers"]
+
+_FEW, _MANY = 8, 256
+"""Batches that are read where all are alike; and where they are not, of the configured size."""
+_SECONDS = 2.0
+"""What reading may take."""
+
+
+def num_elements(batch: Any) -> int:
+    """Elements of all tensors of a batch."""
+    return sum(Size(shape).numel() for shape in shapes_in(batch))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What the first batches of an epoch showed.
+
+    Attributes:
+        elements: Elements of each one that was read.
+        is_varied: Whether their shapes differ.
+        is_padded: Whether all tensors have as many rows in each of them, so that it is lengths that differ.
+    """
+
+    elements: tuple[int, ...]
+    is_varied: bool
+    is_padded: bool
+
+    def note(self, batch_size: int) -> str:
+        """What to say of batches that differ, of the configured size; empty where they do not."""
+        if not self.is_varied:
+            return ""
+        if not self.is_padded:
+            return f"Batches vary in size: trials have the largest of {len(self.elements)} batches"
+        return (
+            f"Lengths vary: trials have the longest of {len(self.elements)} batches, by which a mean one with"
+            f" {batch_size} is {self.mean_length():.2f} as long"
+        )
+
+    def mean_length(self, times: float = 1.0) -> float:
+        """The length of a mean batch by that of the longest; 1 where it is not lengths that differ.
+
+        Args:
+            times: How many times as large a batch is as those that were read.
+        """
+        if not (self.is_varied and self.is_padded):
+            return 1.0
+        ordered, number = sorted(self.elements), len(self.elements)
+        below = [(place / number) ** times for place in range(number + 1)]
+        weights = (high - low for low, high in itertools.pairwise(below))
+        return sum(weight * each for weight, each in zip(weights, ordered, strict=True)) / ordered[-1]
+
+    @classmethod
+    def at(cls, batches: Iterable[Any], most: int = _MANY) -> tuple[Look, Any]:
+        """Read a few batches of one size, or many where they differ; return the largest too.
+
+        Args:
+            batches: As dataloaders make them.
+            most: How many are many.
+        """
+        began = time.perf_counter()
+        largest: Any = None
+        elements: list[int] = []
+        shapes: set[tuple[tuple[int, ...], ...]] = set()
+        for batch in batches:
+            found = tuple(shapes_in(batch))
+            shapes.add(found)
+            number = sum(Size(shape).numel() for shape in found)
+            if number > max(elements, default=-1):
+                largest = batch
+            elements.append(number)
+            enough = _FEW if len(shapes) == 1 or time.perf_counter() - began > _SECONDS else max(most, _FEW)
+            if len(elements) >= enough:
+                break
+        rows = {tuple(shape[:1] for shape in found) for found in shapes}
+        return cls(elements=tuple(elements), is_varied=len(shapes) > 1, is_padded=len(rows) <= 1), largest
+
+
+class Feed:
+    """Stands in for a fit loop's data fetcher; it has no end.
+
+    Args:
+        fetcher: Lightning's, its first epoch begun.
+        most: Batches that are read at most where they differ; 0 to feed all as they come.
+
+    Attributes:
+        look: What the first batches showed; None before they were read, and where all are fed as they come.
+        done: False, for the loop: no batch is the last one.
+        fetched: For the loop, which counts.
+    """
+
+    def __init__(self, fetcher: Any, most: int = _MANY) -> None:
+        self.look: Look | None = None
+        self.done, self.fetched = False, 0
+        self._fetcher, self._most = fetcher, most
+        self._stream = self._fed()
+
+    def __iter__(self) -> Feed:
+        return self
+
+    def __next__(self) -> tuple[Any, int, int]:
+        return next(self._stream), 0, 0
+
+    def teardown(self) -> None:
+        """End the workers of the dataloaders."""
+        self._stream.close()
+        self._fetcher.teardown()
+
+    def _fed(self) -> Generator[Any]:
+        epoch = self._epoch()
+        if self._most:
+            self.look, largest = Look.at(epoch, self._most)
+            if self.look.is_varied:
+                yield _copied(largest)
+                for _ in self._epochs(epoch):
+                    yield _copied(largest)
+            waiting = [largest]
+            del largest  # who is fed holds it
+            yield waiting.pop()
+        yield from self._epochs(epoch)
+
+    def _epochs(self, epoch: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            yield from epoch
+            iter(self._fetcher)
+            epoch = self._epoch()
+
+    def _epoch(self) -> Iterator[Any]:
+        """The batches of the epoch that is under way, but for a last one that is short."""
+        first = -1
+        while not self._fetcher.done:
+            try:
+                batch, _, _ = next(self._fetcher)
+            except StopIteration:
+                break
+            number = num_elements(batch)
+            if self._fetcher.done and number < first:
+                break
+            first = number if first < 0 else first
+            yield batch
+        if first < 0:
+            raise TuningError("there is no batch to train on: the train dataloader is empty, or limit_train_batches=0")
+
+
+def _copied(batch: Any) -> Any:
+    """A copy, since a step may write to its batch; the batch itself where there can be none."""
+    try:
+        return copy.deepcopy(batch)
+    except Exception:
+        return batch
+
 
 _ALONE = {"barrier": lambda *_, **__: None, "reduce": lambda tensor, *_, **__: tensor}
 """Methods of a strategy with which a rank does not wait for the others, which may fail: loaders are each rank's own."""
@@ -40,7 +207,6 @@ class TrialData:
         trainer: At the start of a fit.
 
     Attributes:
-        note: What to say of batches that differ; empty where they do not.
         look: What the first batches of the configured size showed; None where the model draws its batches itself.
 
     Raises:
@@ -50,29 +216,23 @@ class TrialData:
     def __init__(self, options: FinderOptions, targets: Targets, trainer: Any) -> None:
         self._options, self._targets, self._trainer = options, targets, trainer
         self._has_batch_norm = False
-        self.note = ""
-        base = targets.base_size
-        with self.fed(base):
+        with self.fed(targets.base_size) as feed:
             loop = trainer.fit_loop
             if loop._combined_loader is None or loop.max_batches == 0:
                 raise TuningError(
                     "there is no batch to train on: the train dataloader is empty, or limit_train_batches=0"
                 )
             self._loaders = loaders_in(loop._combined_loader)
-            self._num_samples = num_samples(self._loaders, base)
+            self._num_samples = num_samples(self._loaders, targets.base_size)
             self._check()
-            self._rows = self._rows_fed()
-            fetcher = trainer.fit_loop._data_fetcher
-            self.look: Look | None = fetcher.look if isinstance(fetcher, Feed) else None
-        if self.look is not None and self.look.is_varied:
-            what, kind = ("Lengths vary", "longest") if self.look.is_padded else ("Batches vary in size", "largest")
-            self.note = f"{what}: trials have the {kind} of {len(self.look.elements)} batches"
-            if self.look.is_padded:
-                self.note += f", by which a mean one with {base} is {self.look.mean_length():.2f} as long"
+            self._rows = _rows(feed)
+            self.look: Look | None = None if feed is None else feed.look
 
     @contextlib.contextmanager
-    def fed(self, batch_size: int, *, is_repeated: bool = True) -> Iterator[None]:
+    def fed(self, batch_size: int, *, is_repeated: bool = True) -> Iterator[Feed | None]:
         """Inside, the fit loop has loaders of a size, and batches without an end.
+
+        A model that draws from the loader itself is fed by Lightning alone.
 
         Args:
             batch_size: Samples of a batch.
@@ -86,22 +246,14 @@ class TrialData:
             with warnings.catch_warnings(), replaced(self._trainer.strategy, **_ALONE):
                 warnings.simplefilter("ignore")  # of sizes that are only tried; the run says it of its own
                 loop.setup_data()
-            most = math.ceil(MANY * targets.base_size / batch_size) if is_repeated else 0
-            # one that draws from the loader itself is fed by Lightning alone
+            most = math.ceil(_MANY * targets.base_size / batch_size) if is_repeated else 0
+            feed = None
             if loop._data_fetcher is not None and type(loop._data_fetcher).__name__ != "_DataLoaderIterDataFetcher":
-                loop._data_fetcher = Feed(loop._data_fetcher, most)
-            yield
+                loop._data_fetcher = feed = Feed(loop._data_fetcher, most)
+            yield feed
         finally:
             end_workers(loop)
             targets.load(self._trainer, targets.base_size)
-
-    def _rows_fed(self) -> list[int] | None:
-        """Rows of each tensor in the first batch that the loop is fed; None where it draws from the loader itself."""
-        fetcher = self._trainer.fit_loop._data_fetcher
-        if not isinstance(fetcher, Feed):
-            return None
-        batch, _, _ = next(fetcher)
-        return [shape[0] for shape in shapes_in(batch) if shape]
 
     def _check(self) -> None:
         sizes = _known_sizes(self._loaders)
@@ -190,8 +342,8 @@ class TrialData:
         other = next(candidates, None)
         if other is None:
             return
-        with self.fed(other):
-            after, rows = _known_sizes(loaders_in(self._trainer.fit_loop._combined_loader)), self._rows_fed()
+        with self.fed(other) as feed:
+            after, rows = _known_sizes(loaders_in(self._trainer.fit_loop._combined_loader)), _rows(feed)
         name = self._targets.size.name if self._targets.size is not None else "the batch size"
         if before and after == before:
             raise TuningError(
@@ -208,6 +360,11 @@ class TrialData:
 
 def _known_sizes(loaders: list[DataLoader[Any]]) -> set[int]:
     return {size for size in sizes_of(loaders) if size is not None}
+
+
+def _rows(feed: Feed | None) -> list[int] | None:
+    """Rows of each tensor in the first batch; None where the model draws its batches itself."""
+    return None if feed is None else [shape[0] for shape in shapes_in(next(feed)[0]) if shape]
 
 
 def end_workers(loop: Any) -> None:
