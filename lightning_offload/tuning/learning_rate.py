@@ -216,10 +216,6 @@ def resolved_rule(rule: str, optimizers: Iterable[Any]) -> str:
 
     Linear is for steps that are proportional to gradients. One optimizer of another kind makes it "sqrt" for all: too
     low a rate costs time, too high a one the run.
-
-    Args:
-        rule: One of :data:`SCALINGS`.
-        optimizers: Of torch.
     """
     if rule != AUTO:
         return rule
@@ -228,12 +224,9 @@ def resolved_rule(rule: str, optimizers: Iterable[Any]) -> str:
 
 
 def default_warmup_steps(num_steps: float) -> int:
-    """How many optimizer steps a scaled-up rate is warmed up for, unless the user says.
+    """How many optimizer steps a scaled-up rate is warmed up for in a run of so many, unless the user says.
 
-    Goyal et al. (arXiv:1706.02677) take 5 of 90 epochs: it is a tenth of the run at most.
-
-    Args:
-        num_steps: Optimizer steps of the run, infinite where that is not known.
+    Goyal et al. (arXiv:1706.02677) take 5 of 90 epochs: it is a tenth of the run at most, where that is known.
     """
     if not math.isfinite(num_steps):
         return WARMUP_STEPS

@@ -175,13 +175,7 @@ class StepMeter:
         return worst
 
     def trial(self, batch_size: int, status: RankStatus, reason: str) -> Trial:
-        """What this rank's steps were, when all ranks have stopped.
-
-        Args:
-            batch_size: Of the steps.
-            status: How this rank has ended.
-            reason: Why the size does not fit, where an error says so.
-        """
+        """What this rank's steps were, by how it has ended and why their size does not fit, when all have stopped."""
         seconds, reason = tuple(self.step_seconds), reason or self.excess
         if not reason and self.status is RankStatus.DOES_NOT_FIT:
             reason = STOPPED
@@ -355,9 +349,6 @@ class TrialRunner:
 
     def run(self, batch_size: int) -> Trial:
         """Try a size on every rank, unless the host refuses; each leaves with the same trial, and as it was.
-
-        Args:
-            batch_size: The size.
 
         Raises:
             TuningError: Another rank failed.

@@ -33,9 +33,7 @@ def _is_combined(loaders: Any) -> bool:
 def num_samples(loaders: list[DataLoader[Any]], batch_size: int = 1) -> int | None:
     """Samples that a rank can draw in an epoch; None where a loader does not know its length.
 
-    Args:
-        loaders: Of the run.
-        batch_size: Samples in an item of a data set that makes the batches itself.
+    Of a data set that makes the batches itself an item has as many as a batch.
     """
     lengths = []
     for loader in loaders:
@@ -48,14 +46,9 @@ def num_samples(loaders: list[DataLoader[Any]], batch_size: int = 1) -> int | No
 
 
 def resized(loader: DataLoader[Any], batch_size: int, package: str) -> DataLoader[Any]:
-    """Make a DataLoader like another one, but of another batch size.
+    """Make a DataLoader like a user's, but of another batch size, by the rules of a Lightning package for that.
 
     Data set, sampler, workers, collation, generator and all else are kept.
-
-    Args:
-        loader: The loader as the user made it.
-        batch_size: Of the new one.
-        package: The Lightning package whose rules for making loaders again are used.
 
     Raises:
         TuningError: The loader cannot be made again, or does not batch.

@@ -93,12 +93,7 @@ class Look:
 
     @classmethod
     def at(cls, batches: Iterable[Any], most: int = _MANY) -> tuple[Look, Any]:
-        """Read a few batches of one size, or many where they differ; return the largest too.
-
-        Args:
-            batches: As dataloaders make them.
-            most: How many are many.
-        """
+        """Read a few batches of one size, or many where they differ; return the largest too."""
         began = time.perf_counter()
         largest: Any = None
         elements: list[int] = []
@@ -201,11 +196,6 @@ Bounds = tuple[int, int, int]
 class TrialData:
     """Feeds the fit loop of a Trainer batches of any size, and looks at them.
 
-    Args:
-        options: What the user asked for.
-        targets: Where the batch size is kept.
-        trainer: At the start of a fit.
-
     Attributes:
         look: What the first batches of the configured size showed; None where the model draws its batches itself.
 
@@ -233,10 +223,7 @@ class TrialData:
         """Inside, the fit loop has loaders of a size, and batches without an end.
 
         A model that draws from the loader itself is fed by Lightning alone.
-
-        Args:
-            batch_size: Samples of a batch.
-            is_repeated: Whether the largest of a few batches is fed again and again where they differ.
+        Unless it is repeated, batches that differ are fed as they come, and not the largest of a few.
         """
         loop, targets = self._trainer.fit_loop, self._targets
         end_workers(loop)
@@ -274,12 +261,7 @@ class TrialData:
 
         An epoch has to have enough batches for a window of accumulation, for a validation every so many of them, and
         for a share of them to be one, where an epoch is limited to so many batches within these samples; and an
-        effective batch is to be no more than a share of the data set.
-
-        Args:
-            module: The model; batch norm needs two samples.
-            agreement: Between ranks, which may have different numbers of samples.
-            objective: What is searched for.
+        effective batch is to be no more than a share of the data set. Batch norm needs two samples.
 
         Raises:
             TuningError: They leave no size, or the loaders do not follow it.
@@ -320,13 +302,7 @@ class TrialData:
         return max(min(num_samples // needed, kept), min(self._targets.base_size, num_samples))
 
     def without_single(self, batch_size: int, smallest: int, sizes: Sequence[int] | None = None) -> int:
-        """The size, or the next lower one that does not leave a single sample, which batch norm cannot train on.
-
-        Args:
-            batch_size: What was found.
-            smallest: What may be chosen.
-            sizes: The same, ascending; None for all.
-        """
+        """The size, or the next lower one that does not leave a single sample, which batch norm cannot train on."""
         drops_last = all(getattr(loader.batch_sampler, "drop_last", False) for loader in self._loaders)
         if self._num_samples is None or drops_last or not self._has_batch_norm:
             return batch_size

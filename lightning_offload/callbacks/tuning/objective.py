@@ -56,14 +56,9 @@ class Objective:
 
 
 def objective_of(trainer: Any, module: Any, options: FinderOptions, base_size: int) -> Objective:
-    """Settle what a search is for.
+    """Settle what a search is for, by what the user asked for and the configured size.
 
-    Args:
-        trainer: At the start of a fit.
-        module: The model.
-        options: What the user asked for; "auto" keeps the effective batch where that leaves room for a larger
-            micro-batch, and is for goodput otherwise.
-        base_size: The configured size.
+    "auto" keeps the effective batch where that leaves room for a larger micro-batch, and is for goodput otherwise.
 
     Raises:
         TuningError: The effective batch is to be kept and cannot be.

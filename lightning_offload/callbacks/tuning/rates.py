@@ -57,17 +57,7 @@ def scaled_rate(
     configured: int,
     noise: NoiseScale | None,
 ) -> ScaledRate:
-    """Scale the rate for a batch, as far as it may be raised.
-
-    Args:
-        trainer: At the start of a fit.
-        module: The model.
-        options: What the user asked for.
-        targets: Where the rate is kept.
-        effective: The effective batch to come, in samples.
-        configured: The one that is configured.
-        noise: The noise scale, where it was measured.
-    """
+    """Scale the rate for an effective batch to come, from that for the configured one, as far as it may be raised."""
     # of a rate that a tuning has set, that tuning knows; the configured batch may be another one again
     base = options.base_batch_size or batch_of_rate(module, targets) or configured
     rule = resolved_rule(options.lr_scaling, trainer.optimizers)
@@ -123,13 +113,7 @@ def base_rates(optimizers: Sequence[Any]) -> list[list[float]]:
 
 
 def stragglers(optimizers: Sequence[Any], before: list[list[float]], factor: float) -> tuple[Place, ...]:
-    """The groups whose rates did not follow the model's.
-
-    Args:
-        optimizers: As they were made after the rate was set.
-        before: :func:`base_rates` before the rate was set.
-        factor: By which the rate changed.
-    """
+    """The groups whose rates did not follow the model's when that was scaled; `before` are :func:`base_rates`."""
     if factor == 1.0:
         return ()
     return tuple(

@@ -321,13 +321,7 @@ def save_plots(result: TuningResult, folder: str | os.PathLike[str], package: st
 
 
 def tell_kept(package: str, error: Exception, batch_size: int | None = None) -> None:
-    """Tell in one line that a run goes on as configured since tuning failed, on rank zero.
-
-    Args:
-        package: The Lightning package of the run.
-        error: Why.
-        batch_size: The configured one, where it is known.
-    """
+    """Tell in one line that a run goes on as configured since tuning failed, on rank zero."""
     why = "".join(str(error).strip().splitlines()[:1])
     kind = "" if isinstance(error, TuningError) else f"{type(error).__name__}: "
     size = f"the configured {batch_size}" if batch_size is not None else "what is configured"
@@ -336,14 +330,7 @@ def tell_kept(package: str, error: Exception, batch_size: int | None = None) -> 
 
 
 def show(result: TuningResult, trainer: Any, package: str, plot_dir: str | os.PathLike[str] | None) -> None:
-    """Show a result, on rank zero.
-
-    Args:
-        result: What was found.
-        trainer: Of the fit.
-        package: The Lightning package of it.
-        plot_dir: Folder for the plots; None for none.
-    """
+    """Show a result, on rank zero, with plots where there is a folder for them."""
     if not trainer.is_global_zero:
         return
     from rich import get_console

@@ -50,13 +50,7 @@ _SHARE = 0.9  # of the budget that a prediction may fill
 
 
 def reason_not_to_run_out(trainer: Any, module: Any, allow_oom: bool | None) -> str:
-    """Why no trial may run out of memory; empty where one may.
-
-    Args:
-        trainer: Its strategy is known.
-        module: The model.
-        allow_oom: What the user says of it, if anything.
-    """
+    """Why no trial may run out of memory; empty where one may. What the user says of it counts first."""
     if allow_oom is not None:
         return "" if allow_oom else "allow_oom=False"
     if name := sharding_of(trainer):
@@ -88,12 +82,8 @@ def _num_begun(group: Any) -> int:
 def roots_of(trainer: Any, module: Any, loaders: Any | None) -> tuple[object, ...]:
     """Whatever a step may change: the model, its data, the loops, and callbacks of the user's own.
 
-    No callback is called in a trial, but hooks of modules that one has registered are.
-
-    Args:
-        trainer: At the start of a fit.
-        module: The model.
-        loaders: Those passed to `fit()`, if any.
+    No callback is called in a trial, but hooks of modules that one has registered are. Loaders are those that were
+    passed to `fit()`, if any.
     """
     data = [trainer.datamodule] if trainer.datamodule is not None else []
     callbacks = filter(_is_users, trainer.callbacks)
@@ -438,14 +428,7 @@ class LightningHost:
     def pilot(
         self, *, batch_size: int, plan: PilotPlan, num_steps: float, is_late: Callable[[], bool] = lambda: False
     ) -> list[GradientSquares]:
-        """Make real optimizer steps and take the squares of the gradients of the measured ones; all is put back.
-
-        Args:
-            batch_size: Samples of a micro-batch.
-            plan: The steps.
-            num_steps: Those of the run, at whose end its schedules end; 0 where they are not to be stepped.
-            is_late: Whether no step more is to be made than a measurement needs.
-        """
+        """Make real optimizer steps and take the squares of the gradients of the measured ones; all is put back."""
         with replaced(self._trainer, accumulate_grad_batches=plan.accumulation):
             pilot = Pilot(
                 self._trainer, self._module, plan, micro_size=batch_size, num_ranks=self._agreement.num_ranks,
