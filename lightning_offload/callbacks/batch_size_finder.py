@@ -22,6 +22,7 @@ from lightning_offload.callbacks.tuning.options import (
 from lightning_offload.callbacks.tuning.result import TuningResult, show, tell_kept
 from lightning_offload.callbacks.tuning.session import Session
 from lightning_offload.callbacks.tuning.targets import (
+    Fit,
     find_targets,
     forget_remade,
     mark,
@@ -34,6 +35,7 @@ from lightning_offload.callbacks.tuning.trials import roots_of
 from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import build_class, import_from, package_for, rank_zero
 from lightning_offload.tuning.learning_rate import Warmup, default_warmup_steps, scale_groups
+from lightning_offload.tuning.ranks import Coordinator, GlooCoordinator
 from lightning_offload.tuning.snapshot import RandomStates, StateSnapshot
 
 if TYPE_CHECKING:
@@ -173,11 +175,12 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
             mark(module, self.result, self._options)
             return
         self.result, self._warmup_state = None, None  # of another model
-        is_visible = trainer.is_global_zero and trainer.progress_bar_callback is not None
-        self._session = Session(
-            self._options, targets, trainer, module, start=start, limits=self._limits, clock=self._clock,
-            is_visible=is_visible, is_alone=self._early_exit,
+        fit = Fit(
+            trainer=trainer, module=module, options=self._options, targets=targets, start=start,
+            agreement=Coordinator() if trainer.world_size == 1 else GlooCoordinator(), clock=self._clock,
         )  # fmt: skip
+        is_visible = trainer.is_global_zero and trainer.progress_bar_callback is not None
+        self._session = Session(fit, self._limits, is_visible=is_visible, is_alone=self._early_exit)
 
     @override
     def scale_batch_size(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -33,11 +33,9 @@ from torch.utils.data import DataLoader
 from lightning_offload.callbacks.tuning.batches import loaders_in, num_samples, sizes_of
 from lightning_offload.callbacks.tuning.length import is_number_of_batches
 from lightning_offload.callbacks.tuning.objective import Objective
-from lightning_offload.callbacks.tuning.options import FinderOptions
-from lightning_offload.callbacks.tuning.targets import Targets
+from lightning_offload.callbacks.tuning.targets import Fit
 from lightning_offload.callbacks.tuning.trainer_facts import accumulation_of, replaced
 from lightning_offload.errors import TuningError
-from lightning_offload.tuning.ranks import Coordinator
 from lightning_offload.tuning.shapes import shapes_in
 
 __all__ = ["Bounds", "Feed", "Look", "TrialData", "end_workers"]
@@ -203,17 +201,18 @@ class TrialData:
         TuningError: There is no batch, or none of the configured size.
     """
 
-    def __init__(self, options: FinderOptions, targets: Targets, trainer: Any) -> None:
-        self._options, self._targets, self._trainer = options, targets, trainer
+    def __init__(self, fit: Fit) -> None:
+        self._options, self._targets, self._trainer, self._module = fit.options, fit.targets, fit.trainer, fit.module
+        self._agreement = fit.agreement
         self._has_batch_norm = False
-        with self.fed(targets.base_size) as feed:
-            loop = trainer.fit_loop
+        with self.fed(self._targets.base_size) as feed:
+            loop = self._trainer.fit_loop
             if loop._combined_loader is None or loop.max_batches == 0:
                 raise TuningError(
                     "there is no batch to train on: the train dataloader is empty, or limit_train_batches=0"
                 )
             self._loaders = loaders_in(loop._combined_loader)
-            self._num_samples = num_samples(self._loaders, targets.base_size)
+            self._num_samples = num_samples(self._loaders, self._targets.base_size)
             self._check()
             self._rows = _rows(feed)
             self.look: Look | None = None if feed is None else feed.look
@@ -256,7 +255,7 @@ class TrialData:
                 " give the finder max_val= and the Trainer max_steps=, or define __len__"
             )
 
-    def bounds(self, module: Any, agreement: Coordinator, objective: Objective) -> Bounds:
+    def bounds(self, objective: Objective) -> Bounds:
         """The sizes that can be trained with.
 
         An epoch has to have enough batches for a window of accumulation, for a validation every so many of them, and
@@ -267,17 +266,17 @@ class TrialData:
             TuningError: They leave no size, or the loaders do not follow it.
         """
         options = self._options
-        most = agreement.smallest(self._most(objective))
+        most = self._agreement.smallest(self._most(objective))
         largest = int(min(most, options.max_val if options.max_val is not None else math.inf))
         if options.min_val > largest:
             raise TuningError(
                 f"min_val={options.min_val} is above the {largest} samples that a rank has for one step: lower min_val"
                 f" (max_data_share={options.max_data_share:g} of the data set limits it too)"
             )
-        self._has_batch_norm = any(isinstance(part, _BatchNorm) for part in module.modules())
+        self._has_batch_norm = any(isinstance(part, _BatchNorm) for part in self._module.modules())
         smallest = min(max(options.min_val, 2 if self._has_batch_norm else 1), largest)
         first = options.init_val if options.init_val is not None else self._targets.base_size
-        agreement.together(
+        self._agreement.together(
             lambda: self._check_following(smallest, largest), "making a dataloader of another batch size"
         )
         return smallest, largest, min(max(first, smallest), largest)

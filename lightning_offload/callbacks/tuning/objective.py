@@ -9,9 +9,9 @@ larger batch, from the gradient noise scale. *throughput*: samples per second, w
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-from lightning_offload.callbacks.tuning.options import FinderOptions
+from lightning_offload.callbacks.tuning.targets import Fit
 from lightning_offload.callbacks.tuning.trainer_facts import accumulation_of, accumulation_schedule
 from lightning_offload.errors import TuningError
 
@@ -55,16 +55,16 @@ class Objective:
         return sorted({self.base_size, *(size for size in multiples if kept is None or kept % size == 0)})
 
 
-def objective_of(trainer: Any, module: Any, options: FinderOptions, base_size: int) -> Objective:
-    """Settle what a search is for, by what the user asked for and the configured size.
+def objective_of(fit: Fit) -> Objective:
+    """Settle what the search of a fit is for.
 
     "auto" keeps the effective batch where that leaves room for a larger micro-batch, and is for goodput otherwise.
 
     Raises:
         TuningError: The effective batch is to be kept and cannot be.
     """
-    accumulation = accumulation_of(trainer)
-    kept = _kept(trainer, module, options, base_size, accumulation)
+    options, base_size, accumulation = fit.options, fit.targets.base_size, accumulation_of(fit.trainer)
+    kept = _kept(fit, accumulation)
     if options.objective == KEEP or (options.objective == "auto" and isinstance(kept, int) and kept > base_size):
         if isinstance(kept, str):
             raise TuningError(f"objective={KEEP!r} is not possible: {kept}")
@@ -78,14 +78,15 @@ def objective_of(trainer: Any, module: Any, options: FinderOptions, base_size: i
     )  # fmt: skip
 
 
-def _kept(trainer: Any, module: Any, options: FinderOptions, base_size: int, accumulation: int) -> int | str:
+def _kept(fit: Fit, accumulation: int) -> int | str:
     """The samples that a rank is to go on seeing in an optimizer step, or why there are none."""
-    if not module.automatic_optimization:
+    trainer, base_batch = fit.trainer, fit.options.base_batch_size
+    if not fit.module.automatic_optimization:
         return "with manual optimization the model accumulates by itself"
     if accumulation_schedule(trainer) is not None:
         return "a GradientAccumulationScheduler sets the accumulation"
-    if options.base_batch_size is None:
-        return base_size * accumulation
-    if options.base_batch_size % trainer.world_size:
-        return f"base_batch_size={options.base_batch_size} is no multiple of the {trainer.world_size} ranks"
-    return options.base_batch_size // int(trainer.world_size)
+    if base_batch is None:
+        return fit.targets.base_size * accumulation
+    if base_batch % trainer.world_size:
+        return f"base_batch_size={base_batch} is no multiple of the {trainer.world_size} ranks"
+    return base_batch // int(trainer.world_size)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_offload.callbacks.tuning.options import FinderOptions
-from lightning_offload.callbacks.tuning.targets import Targets, batch_of_rate
+from lightning_offload.callbacks.tuning.targets import Fit, batch_of_rate
 from lightning_offload.tuning.learning_rate import RULES, Place, has_step_hooks, is_adam_like, resolved_rule
 from lightning_offload.tuning.noise_scale import NoiseScale, likely_efficiency
 
@@ -47,19 +47,11 @@ class ScaledRate:
     warnings: tuple[str, ...]
 
 
-def scaled_rate(
-    trainer: Any,
-    module: Any,
-    options: FinderOptions,
-    targets: Targets,
-    *,
-    effective: int,
-    configured: int,
-    noise: NoiseScale | None,
-) -> ScaledRate:
+def scaled_rate(fit: Fit, *, effective: int, configured: int, noise: NoiseScale | None) -> ScaledRate:
     """Scale the rate for an effective batch to come, from that for the configured one, as far as it may be raised."""
+    trainer, options, targets = fit.trainer, fit.options, fit.targets
     # of a rate that a tuning has set, that tuning knows; the configured batch may be another one again
-    base = options.base_batch_size or batch_of_rate(module, targets) or configured
+    base = options.base_batch_size or batch_of_rate(fit.module, targets) or configured
     rule = resolved_rule(options.lr_scaling, trainer.optimizers)
     warnings = []
     if effective != base and rule != "none" and is_resumed(trainer):

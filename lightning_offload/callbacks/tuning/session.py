@@ -14,7 +14,6 @@ import dataclasses
 import gc
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -28,7 +27,6 @@ from lightning_offload.callbacks.tuning.length import (
     schedule_lengths,
 )
 from lightning_offload.callbacks.tuning.objective import GOODPUT, THROUGHPUT, Objective, objective_of
-from lightning_offload.callbacks.tuning.options import FinderOptions
 from lightning_offload.callbacks.tuning.pilot import PilotPlan, pilot_plan, shortest_pilot, why_no_noise_scale
 from lightning_offload.callbacks.tuning.rates import (
     ScaledRate,
@@ -38,7 +36,7 @@ from lightning_offload.callbacks.tuning.rates import (
     stragglers,
 )
 from lightning_offload.callbacks.tuning.result import TuningResult, search_shown, tell_kept
-from lightning_offload.callbacks.tuning.targets import Targets, with_rate_of_now
+from lightning_offload.callbacks.tuning.targets import Fit, Targets, with_rate_of_now
 from lightning_offload.callbacks.tuning.trials import NUM_LEARNING_STEPS, LightningHost
 from lightning_offload.capture.live import heap_set_aside
 from lightning_offload.errors import BudgetInfeasibleError, OffloadError, TuningError
@@ -50,10 +48,8 @@ from lightning_offload.tuning.gates import LEAST_SPEEDUP, Choice, choose, expect
 from lightning_offload.tuning.learning_rate import Place, scale_groups
 from lightning_offload.tuning.noise_scale import NoiseScale, estimate_noise_scale, likely_efficiency
 from lightning_offload.tuning.predictions import Predictor
-from lightning_offload.tuning.ranks import Coordinator, GlooCoordinator
 from lightning_offload.tuning.runner import TrialRunner, TrialSettings
 from lightning_offload.tuning.search import SearchResult
-from lightning_offload.tuning.snapshot import StateSnapshot
 from lightning_offload.tuning.trial import Trial
 from lightning_offload.units import format_seconds
 
@@ -76,45 +72,33 @@ class Session:
     """One tuning at the start of a fit: what is tried, in which order, and what is set in the end.
 
     Args:
-        options: What the user asked for.
-        targets: What is to be set.
-        trainer: At the start of a fit.
-        module: The model.
-        start: What the training is to begin from.
+        fit: It begins.
         limits: The Trainer's limits in steps, which are set for what is found.
-        clock: Tells seconds.
         is_visible: Whether this rank shows progress.
         is_alone: Whether no training follows.
     """
 
-    def __init__(
-        self,
-        options: FinderOptions,
-        targets: Targets,
-        trainer: Any,
-        module: Any,
-        *,
-        start: StateSnapshot,
-        limits: StepLimits,
-        clock: Callable[[], float],
-        is_visible: bool,
-        is_alone: bool,
-    ) -> None:
-        self._options, self._targets, self._is_alone = options, targets, is_alone
-        self._trainer, self._module, self._start, self._limits = trainer, module, start, limits
-        self._clock, self._is_visible = clock, is_visible
-        self._began = clock()
+    def __init__(self, fit: Fit, limits: StepLimits, *, is_visible: bool, is_alone: bool) -> None:
+        self._fit, self._limits, self._is_visible, self._is_alone = fit, limits, is_visible, is_alone
+        self._options, self._trainer, self._module = fit.options, fit.trainer, fit.module
+        self._agreement, self._start, self._clock = fit.agreement, fit.start, fit.clock
+        self._began = fit.clock()
         # who only tunes has asked for it, however long it takes
-        self._is_limited = options.max_seconds is None and not is_alone
-        self._agreement = Coordinator() if trainer.world_size == 1 else GlooCoordinator()
-        self._trainer_state = {name: getattr(trainer, name) for name in _TRAINER_STATE if hasattr(trainer, name)}
+        self._is_limited = fit.options.max_seconds is None and not is_alone
+        self._trainer_state = {
+            name: getattr(fit.trainer, name) for name in _TRAINER_STATE if hasattr(fit.trainer, name)
+        }
         self._length = RunLength()
-        self._objective = Objective(name=THROUGHPUT, base_size=targets.base_size)
+        self._objective = Objective(name=THROUGHPUT, base_size=fit.targets.base_size)
         self._look: Look | None = None  # at the batches
         self._noise: NoiseScale | None = None
         self._most: int | None = None  # the largest size of the search, by the pilot
         self._pilot_seconds = 0.0
         self._warnings: tuple[str, ...] = ()  # of what is set
+
+    @property
+    def _targets(self) -> Targets:
+        return self._fit.targets
 
     def run(self) -> TuningResult | None:
         """Tune; whatever happens, the state is as it was, and the model is set as found or as it was.
@@ -125,7 +109,7 @@ class Session:
         Raises:
             TuningError: There is nothing to tune, or no size fits, and that ends the fit.
         """
-        self._targets = with_rate_of_now(self._targets)
+        self._fit = dataclasses.replace(self._fit, targets=with_rate_of_now(self._targets))
         before = base_rates(self._trainer.optimizers)
         lengths = schedule_lengths(self._trainer.strategy.lr_scheduler_configs)
         try:
@@ -171,19 +155,13 @@ class Session:
         self._length = agreement.broadcast(
             agreement.together(lambda: RunLength.of(self._trainer), "making the train dataloader")
         )
-        self._objective = objective_of(self._trainer, self._module, self._options, base)
+        self._objective = objective_of(self._fit)
         if why := self._too_short():  # by counts alone, before anything is read
             return self._kept(why)
-        data = agreement.together(
-            lambda: TrialData(self._options, self._targets, self._trainer), "reading a batch of the train dataloader"
-        )
+        data = agreement.together(lambda: TrialData(self._fit), "reading a batch of the train dataloader")
         self._look = data.look
-        bounds = data.bounds(self._module, agreement, self._objective)
-        host = LightningHost(
-            self._trainer, self._module, self._targets.package, start=self._start, data=data, agreement=agreement,
-            known_size=base, allow_oom=self._options.allow_oom, accumulation=self._objective.accumulation,
-            clock=self._clock,
-        )  # fmt: skip
+        bounds = data.bounds(self._objective)
+        host = LightningHost(self._fit, data, self._objective.accumulation)
         try:
             with search_shown(self._is_visible) as tell, heap_set_aside():
                 runner = TrialRunner(host, self._trial_settings(host), agreement, tell=tell)
@@ -511,10 +489,8 @@ class Session:
 
     def _rates(self, batch_size: int) -> ScaledRate:
         """The rate for a size."""
-        return scaled_rate(
-            self._trainer, self._module, self._options, self._targets, effective=self._effective(batch_size),
-            configured=self._effective(self._targets.base_size), noise=self._noise,
-        )  # fmt: skip
+        configured = self._effective(self._targets.base_size)
+        return scaled_rate(self._fit, effective=self._effective(batch_size), configured=configured, noise=self._noise)
 
     # ---- putting back
 

@@ -35,7 +35,8 @@ from lightning_offload.callbacks.tuning.result import TuningResult
 from lightning_offload.callbacks.tuning.trainer_facts import accumulation_of
 from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import import_from, rank_zero
-from lightning_offload.tuning.snapshot import RandomStates
+from lightning_offload.tuning.ranks import Coordinator
+from lightning_offload.tuning.snapshot import RandomStates, StateSnapshot
 
 _LOGGED = "_hparams_initial"
 _USUAL_SIZE, _USUAL_RATE = "batch_size", "lr"
@@ -202,6 +203,29 @@ class Targets:
         self.load(trainer, batch_size)
         if self.rate is not None and rate is not None:
             self.rate.set(rate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """A fit at its start, and what is asked of its tuning.
+
+    Attributes:
+        trainer: Its strategy is set up for the model.
+        module: The model.
+        options: What the user asked for.
+        targets: Where batch size and learning rate are kept.
+        start: What the training is to begin from.
+        agreement: Between the ranks.
+        clock: Tells seconds.
+    """
+
+    trainer: Any
+    module: Any
+    options: FinderOptions
+    targets: Targets
+    start: StateSnapshot
+    agreement: Coordinator
+    clock: Callable[[], float]
 
 
 def with_rate_of_now(targets: Targets) -> Targets:

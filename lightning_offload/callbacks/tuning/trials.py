@@ -30,6 +30,7 @@ from lightning_offload.accelerators import memory_of, synchronize
 from lightning_offload.callbacks.tuning.batches import loaders_in
 from lightning_offload.callbacks.tuning.data import TrialData
 from lightning_offload.callbacks.tuning.pilot import Pilot, PilotPlan
+from lightning_offload.callbacks.tuning.targets import Fit
 from lightning_offload.callbacks.tuning.trainer_facts import (
     is_batch_norm_shared,
     replaced,
@@ -41,7 +42,6 @@ from lightning_offload.lightning_packages import import_from
 from lightning_offload.plugins.memory import MemoryPlugin
 from lightning_offload.tuning.learning_rate import has_step_hooks
 from lightning_offload.tuning.noise_scale import GradientSquares
-from lightning_offload.tuning.ranks import Coordinator
 from lightning_offload.tuning.runner import StepMeter
 from lightning_offload.tuning.snapshot import StateSnapshot
 from lightning_offload.tuning.trial import Predict, Trial
@@ -97,8 +97,6 @@ def _is_users(callback: object) -> bool:
 
 NUM_LEARNING_STEPS = 3
 """Steps of a new shape before its final plan: recorded, verified, measured."""
-
-Clock = Callable[[], float]
 
 _FAR = 512
 """Optimizer steps that are more than a batch has."""
@@ -226,7 +224,7 @@ class StepTimer:
         module: Any,
         *,
         accumulation: int,
-        clock: Clock,
+        clock: Callable[[], float],
         took: Callable[[float], None],
         talked: Callable[[bool], None],
     ) -> None:
@@ -306,49 +304,30 @@ class LightningHost:
     """Trains with the fit loop of a Trainer, on this rank.
 
     Args:
-        trainer: At the start of a fit, optimizers made.
-        module: The model.
-        package: The Lightning package of both.
-        start: What every trial begins from, but for what has been made since for the optimizers and the loaders.
+        fit: Its optimizers are made.
         data: Feeds the loop.
-        agreement: Between ranks.
-        known_size: The largest size that the user is known to train with.
-        allow_oom: What the user says of trials that run out of memory, if anything.
         accumulation: Micro-batches of an optimizer step with a size, whatever the Trainer's own number is.
-        clock: Tells seconds.
 
     Attributes:
         memory: The memory plugin of the run; None where it has none.
         decline: Why sizes that may not fit are predicted and not tried; empty where they are tried.
     """
 
-    def __init__(
-        self,
-        trainer: Any,
-        module: Any,
-        package: str,
-        *,
-        start: StateSnapshot,
-        data: TrialData,
-        agreement: Coordinator,
-        known_size: int,
-        allow_oom: bool | None,
-        accumulation: Callable[[int], int],
-        clock: Clock,
-    ) -> None:
-        self._accumulation = accumulation
+    def __init__(self, fit: Fit, data: TrialData, accumulation: Callable[[int], int]) -> None:
+        trainer, allow_oom = fit.trainer, fit.options.allow_oom
         memory = getattr(trainer.strategy, "memory", None)
         self.memory: MemoryPlugin | None = memory if isinstance(memory, MemoryPlugin) and memory.enabled else None
         self._known_kinds = self.memory.step_kinds if self.memory is not None else frozenset[str]()
-        self.decline = reason_not_to_run_out(trainer, module, allow_oom)
-        self._trainer, self._module, self._package = trainer, module, package
+        self.decline = reason_not_to_run_out(trainer, fit.module, allow_oom)
+        self._trainer, self._module, self._package = trainer, fit.module, fit.targets.package
         schedulers = [config.scheduler for config in trainer.strategy.lr_scheduler_configs]
         self._prepared = StateSnapshot(
-            (*start.roots, trainer.precision_plugin, *trainer.optimizers, *schedulers), keeps_hooks=True, since=start
-        )
-        self._data, self._clock = data, clock
-        self._agreement, self._known_size = agreement, known_size
-        self._may_talk = allow_oom is None and agreement.num_ranks > 1
+            (*fit.start.roots, trainer.precision_plugin, *trainer.optimizers, *schedulers), keeps_hooks=True,
+            since=fit.start,
+        )  # fmt: skip
+        self._data, self._clock, self._accumulation = data, fit.clock, accumulation
+        self._agreement, self._known_size = fit.agreement, fit.targets.base_size
+        self._may_talk = allow_oom is None and fit.agreement.num_ranks > 1
         self._has_talked = False
 
     @property
