@@ -248,6 +248,7 @@ def find_targets(trainer: Any, module: Any, package: str, options: FinderOptions
     _check_initialized(module)
     data, source = trainer.datamodule, trainer.fit_loop._data_source
     name = options.batch_arg_name
+    owners = " and ".join(type(owner).__name__ for owner in (module, data) if owner is not None)
     size = find_attribute(name, module, data) or _loader_keyword(name, module, data)
     loaders = None if source.is_module() else source.instance
     if loaders is not None:
@@ -257,21 +258,20 @@ def find_targets(trainer: Any, module: Any, package: str, options: FinderOptions
     else:
         made = _made_by(source, package) if name == _USUAL_SIZE and source.is_defined() else None
         if not loaders_in(made):
-            raise _no_attribute(
-                name, module, data,
-                "batch_arg_name= to the name of the batch size that train_dataloader() uses, or pass a DataLoader to"
-                " fit()",
-            )  # fmt: skip
+            raise TuningError(
+                f"`{name}` is no attribute of {owners} nor of their hparams: set batch_arg_name= to the name of the"
+                " batch size that train_dataloader() uses, or pass a DataLoader to fit()"
+            )
         base_size = _size_of_loaders(made, package)
     rate = None
     if options.lr_arg_name is not None:
         rate = find_attribute(options.lr_arg_name, module, data)
         if rate is None and options.lr_scaling != "none" and options.lr_arg_name != _USUAL_RATE:
-            raise _no_attribute(
-                options.lr_arg_name, module, data,
-                "lr_arg_name= to the name of the learning rate, lr_arg_name=None to scale the optimizer's groups as"
-                " they are, or lr_scaling='none' to leave the rate alone",
-            )  # fmt: skip
+            raise TuningError(
+                f"`{options.lr_arg_name}` is no attribute of {owners} nor of their hparams: set lr_arg_name= to the name"
+                " of the learning rate, lr_arg_name=None to scale the optimizer's groups as they are, or"
+                " lr_scaling='none' to leave the rate alone"
+            )
     base_rate = None if rate is None else _checked_rate(rate)
     return Targets(
         package=package, size=size, rate=rate, loaders=loaders, base_size=base_size, base_rate=base_rate
@@ -298,11 +298,6 @@ def _made_by(source: Any, package: str) -> Any:
         return import_from(package, "trainer.connectors.data_connector")._request_dataloader(source)
     finally:
         states.restore()
-
-
-def _no_attribute(name: str, module: Any, datamodule: Any | None, fix: str) -> TuningError:
-    owners = " and ".join(type(owner).__name__ for owner in (module, datamodule) if owner is not None)
-    return TuningError(f"`{name}` is no attribute of {owners} nor of their hparams: set {fix}")
 
 
 def _check_initialized(module: Any) -> None:
