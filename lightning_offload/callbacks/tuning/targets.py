@@ -268,8 +268,8 @@ def find_targets(trainer: Any, module: Any, package: str, options: FinderOptions
         rate = find_attribute(options.lr_arg_name, module, data)
         if rate is None and options.lr_scaling != "none" and options.lr_arg_name != _USUAL_RATE:
             raise TuningError(
-                f"`{options.lr_arg_name}` is no attribute of {owners} nor of their hparams: set lr_arg_name= to the name"
-                " of the learning rate, lr_arg_name=None to scale the optimizer's groups as they are, or"
+                f"`{options.lr_arg_name}` is no attribute of {owners} nor of their hparams: set lr_arg_name= to the"
+                " name of the learning rate, lr_arg_name=None to scale the optimizer's groups as they are, or"
                 " lr_scaling='none' to leave the rate alone"
             )
     base_rate = None if rate is None else _checked_rate(rate)
