@@ -122,7 +122,7 @@ class StateSnapshot:
         self, roots: Iterable[object], *, keeps_hooks: bool = False, since: StateSnapshot | None = None
     ) -> None:
         self.roots = tuple(roots)
-        self.random_states = RandomStates.now() if since is None else since.random_states
+        self.random_states: RandomStates = RandomStates.now() if since is None else since.random_states
         self._keeps_hooks, self._since = keeps_hooks, since
         self._known: dict[int, object] = {}  # holds what it knows: an id is good while its object lives
         self._undo: list[Callable[[], None]] = []

@@ -87,7 +87,8 @@ class Look:
         ordered, number = sorted(self.elements), len(self.elements)
         below = [(place / number) ** times for place in range(number + 1)]
         weights = (high - low for low, high in itertools.pairwise(below))
-        return sum(weight * each for weight, each in zip(weights, ordered, strict=True)) / ordered[-1]
+        mean: float = sum(weight * each for weight, each in zip(weights, ordered, strict=True))
+        return mean / ordered[-1]
 
     @classmethod
     def at(cls, batches: Iterable[Any], most: int = _MANY) -> tuple[Look, Any]:
