@@ -7,7 +7,6 @@ import functools
 import math
 import os
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,23 +19,24 @@ from lightning_offload.callbacks.tuning.options import (
     checked_folder,
     misconfiguration,
 )
-from lightning_offload.callbacks.tuning.rates import scale_groups
 from lightning_offload.callbacks.tuning.result import TuningResult, show, tell_kept
-from lightning_offload.callbacks.tuning.saved_values import rewrite_configuration, save_with_its_rate
 from lightning_offload.callbacks.tuning.session import Session
 from lightning_offload.callbacks.tuning.targets import (
+    Fit,
     find_targets,
     forget_remade,
-    mark_rate,
+    mark,
     rate_to_set,
+    tuning_of,
     warn_of_other_batch,
 )
-from lightning_offload.callbacks.tuning.trainer_facts import accumulation_of, unfreezes_later
-from lightning_offload.callbacks.tuning.trials import Start, roots_of
+from lightning_offload.callbacks.tuning.trainer_facts import replaced, unfreezes_later
+from lightning_offload.callbacks.tuning.trials import roots_of
 from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import build_class, import_from, package_for, rank_zero
-from lightning_offload.tuning.learning_rate import Warmup, default_warmup_steps
-from lightning_offload.tuning.snapshot import RandomStates
+from lightning_offload.tuning.learning_rate import Warmup, default_warmup_steps, scale_groups
+from lightning_offload.tuning.ranks import Coordinator, GlooCoordinator
+from lightning_offload.tuning.snapshot import RandomStates, StateSnapshot
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -45,8 +45,6 @@ else:
     _FinderBase = object  # the real base comes from the package in use, see build_finder
 
 
-_MARK = "_efficient_batch_size_token"
-"""Attribute of a model by which the finder that has tuned it knows it again."""
 _UNSUPPORTED = ("DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy")
 
 
@@ -107,17 +105,12 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         self._plot_dir = None if plot_dir is None else checked_folder(plot_dir)
         self._clock: Callable[[], float] = time.perf_counter
         self.result = None
-        self._token = ""
         self._is_restored = False
         self._session: Session | None = None
         self._warmup: Warmup | None = None
         self._warmup_state: Any = None
         self._limits = StepLimits()
         self._num_trainable: int | None = None
-
-    @property
-    def _names(self) -> dict[str, Any]:
-        return {"batch_arg_name": self._options.batch_arg_name, "lr_arg_name": self._options.lr_arg_name}
 
     # ---- the fit
 
@@ -152,12 +145,13 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
 
     def _before_optimizers(self, trainer: Trainer, module: LightningModule) -> None:
         package = package_for(trainer)
-        is_known = self.result is not None and (self._is_restored or self._has_tuned(module))
-        start: Start | RandomStates = RandomStates.now()
+        is_known = self.result is not None and (self._is_restored or tuning_of(module) == self.result)
+        start = StateSnapshot(())  # the random states
         try:
             if not is_known:
                 source = trainer.fit_loop._data_source
-                start = Start.now(roots_of(trainer, module, None if source.is_module() else source.instance))
+                loaders = None if source.is_module() else source.instance
+                start = StateSnapshot(roots_of(trainer, module, loaders), keeps_hooks=True)
             targets = find_targets(trainer, module, package, self._options)
             start.restore()  # what is asked for loaders may draw random numbers
         except Exception as error:
@@ -170,44 +164,27 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
             self.result = None  # of another model, or of this one before it was changed
             tell_kept(package, error)
             return
-        if self.result is not None and isinstance(start, RandomStates):
-            if accumulation_of(trainer) == self.result.configured_accumulation != self.result.accumulation:
-                self._limits.accumulate(trainer, self.result.accumulation)
+        if self.result is not None and is_known:
+            self._limits.set(trainer, self.result)
             warn_of_other_batch(trainer, package, self.result)
             rate = self.result.lr if self._is_restored else rate_to_set(module, targets, self.result)
             if rate is None:
                 rank_zero(package, "info", f"the learning rate {targets.base_rate!r}, set since the tuning, is kept")
             targets.apply(trainer, self.result.batch_size, rate)
-            self._limits.scale(trainer, self.result.batch_ratio, self.result.size_ratio, self.result.first_step)
-            self._mark(module)
+            self._is_restored = False
+            mark(module, self.result, self._options)
             return
-        assert isinstance(start, Start)  # nothing is known
-        self.result, self._token, self._warmup_state = None, "", None  # of another model
-        is_visible = trainer.is_global_zero and trainer.progress_bar_callback is not None
-        self._session = Session(
-            self._options, targets, trainer, module, start=start, limits=self._limits, clock=self._clock,
-            is_visible=is_visible, is_alone=self._early_exit,
+        self.result, self._warmup_state = None, None  # of another model
+        fit = Fit(
+            trainer=trainer, module=module, options=self._options, targets=targets, start=start,
+            agreement=Coordinator() if trainer.world_size == 1 else GlooCoordinator(), clock=self._clock,
         )  # fmt: skip
-
-    def _has_tuned(self, module: Any) -> bool:
-        return bool(self._token) and getattr(module, _MARK, "") == self._token
-
-    def _mark(self, module: Any) -> None:
-        # on the module itself: both may travel to another process before the fit
-        self._token, self._is_restored = self._token or uuid.uuid4().hex, False
-        setattr(module, _MARK, self._token)
-        if self.result is not None:
-            mark_rate(module, self.result)
-            save_with_its_rate(module, self.result, **self._names)
-
-    @override
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tunes, unless the state of a tuned run was restored."""
-        self.scale_batch_size(trainer, pl_module)
+        is_visible = trainer.is_global_zero and trainer.progress_bar_callback is not None
+        self._session = Session(fit, self._limits, is_visible=is_visible, is_alone=self._early_exit)
 
     @override
     def scale_batch_size(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Runs the tuning that `setup` has prepared; does nothing where there is none to run."""
+        """Runs the tuning that `setup` has prepared, when the fit begins; does nothing where there is none to run."""
         session, self._session = self._session, None
         if session is not None:
             try:
@@ -217,9 +194,8 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
             if self.result is None:
                 return
             self.optimal_batch_size = self.result.batch_size
-            self._mark(pl_module)
+            mark(pl_module, self.result, self._options)
             self._num_trainable = None if unfreezes_later(trainer) else _num_trainable(pl_module)
-            rewrite_configuration(trainer, package_for(trainer), self.result, **self._names)
             show(self.result, trainer, package_for(trainer), self._plot_dir)
         if self._early_exit:
             package = package_for(trainer)
@@ -231,13 +207,18 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         result = self.result
         if result is None or result.lr_factor <= 1:
             return
-        num_steps = self._num_warmup_steps(trainer)
+        num_steps = self._options.lr_warmup_steps
+        if num_steps is None:
+            length = trainer.estimated_stepping_batches
+            num_steps = default_warmup_steps(length if length > 0 else math.inf)  # -1 of a stream without an end
         if not num_steps:
             return
         self._warmup = Warmup(num_steps, result.lr_factor)
         if self._warmup_state is not None:
             self._warmup.load_state_dict(self._warmup_state)
         self._warmup.attach(trainer.optimizers)
+        self.result = dataclasses.replace(result, warmup_steps=self._warmup.num_steps)
+        mark(pl_module, self.result, self._options)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -252,21 +233,13 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
                 " trials take into account, or set max_val",
             )
 
-    def _num_warmup_steps(self, trainer: Trainer) -> int:
-        options = self._options
-        if options.lr_warmup_steps is not None:
-            return options.lr_warmup_steps
-        num_steps = trainer.estimated_stepping_batches
-        shown = self.result.warmup_steps if self.result is not None else None
-        return default_warmup_steps(num_steps if num_steps > 0 else math.inf, shown)  # -1 of a stream without an end
-
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Takes all hooks off."""
         vars(trainer.strategy).pop("setup_optimizers", None)
         forget_remade(trainer)
         self._session = None
-        self._limits.put_back(trainer)
+        self._limits.put_back()
         if self._warmup is not None:
             self._warmup_state = self._warmup.state_dict()
             self._warmup.remove()
@@ -300,18 +273,15 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         Raises:
             TuningError: As for the finder itself.
         """
-        self.result, self._token = None, ""
-        tuned: Any = trainer
-        states = RandomStates.now()
-        callbacks, loggers, progress_bar = tuned.callbacks, tuned.loggers, tuned.progress_bar_callback
-        tuned.callbacks = [self, *([progress_bar] if progress_bar is not None else [])]
-        tuned.loggers = []
+        self.result = None
+        states, progress_bar = RandomStates.now(), trainer.progress_bar_callback
+        callbacks = [self, *([progress_bar] if progress_bar is not None else [])]
         self._early_exit = True
         try:
-            tuned.fit(model, train_dataloaders, datamodule=datamodule)
+            with replaced(trainer, callbacks=callbacks, loggers=[]):
+                trainer.fit(model, train_dataloaders, datamodule=datamodule)
         finally:
             self._early_exit = False
-            tuned.callbacks, tuned.loggers = callbacks, loggers
             states.restore()
         if self.result is None:
             raise misconfiguration(trainer, "nothing was tuned: fast_dev_run is on, or the run was interrupted")

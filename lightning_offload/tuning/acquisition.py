@@ -23,6 +23,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +41,7 @@ from lightning_offload.tuning.posterior import (
     trial_error,
 )
 from lightning_offload.tuning.sizes import between, grid, round_down
-from lightning_offload.tuning.trial import Trial
+from lightning_offload.tuning.trial import Prediction, Trial
 
 _SLACK = 0.018  # below the tolerance that still counts as right: noise cannot tell much less apart
 _MUCH_SMALLER = 0.8  # times as large a size that is as good: the larger one is wrong
@@ -190,6 +191,10 @@ class Space:
         """Whether a size is within the limits."""
         return self.low <= size and (self.high is None or size <= self.high)
 
+    def allows(self, size: int) -> bool:
+        """Whether a size may be tried."""
+        return self.is_within(size) and (self.sizes is None or size in self.sizes)
+
     def down(self, size: int) -> int:
         """The largest size that may be tried and is not above this one; the smallest where all are."""
         if self.sizes is None:
@@ -207,6 +212,9 @@ class Space:
         return 1.0 if self.efficiency is None else self.efficiency(size)
 
 
+EndedBy: TypeAlias = Literal["confidence", "trials", "seconds"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextTrial:
     """What the search does next.
@@ -215,11 +223,15 @@ class NextTrial:
         best: The size that is most probably right of those that ran; None while none did.
         confidence: The probability that it is.
         next_size: The size to try next; None where nothing needs to be tried.
+        ended_by: Why the search ends, where it does.
+        prediction: What is predicted of the size to try.
     """
 
     best: int | None
     confidence: float
     next_size: int | None
+    ended_by: EndedBy | None = None
+    prediction: Prediction | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

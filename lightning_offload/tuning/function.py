@@ -26,7 +26,6 @@ import inspect
 import os
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -150,13 +149,8 @@ Remember = Callable[[Sequence[Any]], Restore]
 """Remembers what a framework knows of the objects that a function uses."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchOptions:
-    """What :func:`find_efficient_batch_size` was given for its search."""
-
-    space: Space
-    max_trials: int | None
-    max_seconds: float | None
+Find = Callable[[TrialRunner], SearchResult]
+"""Searches by trials of a function."""
 
 
 class EfficientBatchSize:
@@ -169,7 +163,7 @@ class EfficientBatchSize:
     def __init__(
         self,
         function: Callable[..., Any],
-        options: SearchOptions,
+        find: Find,
         settings: TrialSettings,
         remember: Remember,
     ) -> None:
@@ -177,7 +171,7 @@ class EfficientBatchSize:
         self.result: SearchResult | None = None
         self._name = name_of(function)
         self._function = function
-        self._options = options
+        self._find_with = find
         self._settings = settings
         self._remember = remember
 
@@ -199,7 +193,7 @@ class EfficientBatchSize:
                 f"find_efficient_batch_size(....{self._name}), the method of an object or a class, once"
             )
         bound = EfficientBatchSize(
-            types.MethodType(self._function, instance), self._options, self._settings, self._remember
+            types.MethodType(self._function, instance), self._find_with, self._settings, self._remember
         )
         attributes[self._name] = bound  # found first from now on
         return bound
@@ -224,12 +218,11 @@ class EfficientBatchSize:
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SearchResult:
         used = [*args, *kwargs.values(), *variables_of(self._function)]
         restores = [take_snapshot(used), self._remember(used)]
-        options = self._options
         host = FunctionHost(lambda size: self._function(size, *args, **kwargs), restores, self._settings.clock)
         with _agreement() as agreement, heap_set_aside():
             runner = TrialRunner(host, self._settings, agreement)
             try:
-                return runner.find(options.space, max_trials=options.max_trials, max_seconds=options.max_seconds)
+                return self._find_with(runner)
             except TuningError as error:
                 raise self._about_length(runner.done) or error from None
 
@@ -295,14 +288,16 @@ def find_efficient_batch_size(
     if memory is not None and not isinstance(memory, MemoryPlugin):
         raise TuningError(f"memory={memory!r} is a {type(memory).__name__}: give a MemoryPlugin")
     space = Space(low=min_size, high=max_size, start=starting_batch_size, tolerance=tolerance)
-    options = SearchOptions(space=space, max_trials=max_trials, max_seconds=max_seconds)
     settings = TrialSettings(
         warmup_steps=warmup_steps, timed_steps=steps_per_trial, memory=memory, is_out_of_memory=is_out_of_memory
     )
 
+    def search(runner: TrialRunner) -> SearchResult:
+        return runner.find(space, max_trials=max_trials, max_seconds=lambda _: max_seconds)
+
     def decorate(function: Callable[..., Any]) -> EfficientBatchSize:
         check_function(function)
-        return EfficientBatchSize(function, options, settings, remember)
+        return EfficientBatchSize(function, search, settings, remember)
 
     return decorate if function is None else decorate(function)
 

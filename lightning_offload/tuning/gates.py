@@ -6,13 +6,13 @@ Pure functions over numbers. A configured size that does not fit cannot stay, wh
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 from lightning_offload.tuning.noise_scale import NoiseScale, batch_efficiency
 from lightning_offload.tuning.search import SearchResult
 
-__all__ = ["LEAST_SPEEDUP", "Choice", "Speedup", "choose", "speedup_of"]
+__all__ = ["LEAST_SPEEDUP", "Choice", "Speedup", "choose", "expected_speedups"]
 
 LEAST_SPEEDUP = 1.05
 """What the lower end of an expected speed-up has to exceed, for the effective batch to change."""
@@ -44,12 +44,14 @@ class Choice:
         best_size: What is best as far as is known; another one where that is not sure enough to be set.
         confidence: How probably that is right; 0 where it is only known to be faster than the configured one.
         why_kept: Why it is the configured one; empty where it is the best.
+        speedup: What is expected of the best; None where that is not known.
     """
 
     batch_size: int
     best_size: int
     confidence: float
     why_kept: str = ""
+    speedup: Speedup | None = field(default=None, compare=False)
 
 
 def choose(
@@ -75,12 +77,12 @@ def choose(
     """
     size, confidence = found.batch_size, found.confidence
     fails = found.smallest_failing
-    best = Choice(batch_size=size, best_size=size, confidence=confidence)
+    own = speedups.get(size)
+    best = Choice(batch_size=size, best_size=size, confidence=confidence, speedup=own)
     fits = fails is None or base_size < fails or any(t.is_ok for t in found.trials if t.batch_size == base_size)
     if size == base_size or not fits:
         return best
     is_sure, may_be_unsure = confidence >= min_confidence, min_confidence <= _SURE
-    own = speedups.get(size)
     if is_sure and (least is None or (own is not None and own.low > least)):
         return best
     if own is not None and own.low > LEAST_SPEEDUP and may_be_unsure:
@@ -92,14 +94,9 @@ def choose(
     }
     if others and may_be_unsure:
         other = max(others, key=lambda each: others[each])
-        return Choice(batch_size=other, best_size=other, confidence=0.0)
+        return Choice(batch_size=other, best_size=other, confidence=0.0, speedup=speedups[other])
     why = _why_kept(found, own, is_sure=is_sure, min_confidence=min_confidence, least=least)
-    return Choice(
-        batch_size=base_size,
-        best_size=size,
-        confidence=confidence,
-        why_kept=f"The configured {base_size} is kept: {why}",
-    )
+    return replace(best, batch_size=base_size, why_kept=why)
 
 
 def _why_kept(
@@ -116,49 +113,48 @@ def _why_kept(
     )
 
 
-def speedup_of(
+def expected_speedups(
     found: SearchResult,
     *,
     base_size: int,
-    size: int,
     samples: int = 1,
     noise: NoiseScale | None = None,
-    typical: tuple[float, float] = (1.0, 1.0),
+    mean_length: Callable[[int], float] = lambda _: 1.0,
     run_seconds: float = math.inf,
     tuning_seconds: float = 0.0,
-) -> Speedup | None:
-    """Expect what another size does to a run.
+) -> dict[int, Speedup]:
+    """Expect what each size that ran does to a run; nothing where the configured one did not run.
 
     Args:
-        found: Trials of both sizes.
+        found: Trials of the sizes.
         base_size: The configured size.
-        size: The other one.
         samples: Of an optimizer step for each of a size: ranks times accumulation.
         noise: The noise scale, where the effective batch changes with the size; None where samples are worth the same.
-        typical: What a mean step takes by one of a trial, with the configured size and with the other one.
+        mean_length: What a mean step of a size takes by one of a trial.
         run_seconds: What the configured run takes.
         tuning_seconds: What tuning takes.
-
-    Returns:
-        None where one of the sizes did not run.
     """
-    estimates = {each.batch_size: each for each in found.estimates}
-    base, other = estimates.get(base_size), estimates.get(size)
-    if base is None or other is None:
-        return None
-    ratio = other.samples_per_second / base.samples_per_second * typical[0] / typical[1]
-    error = 0.0 if base is other else _NORMAL * math.hypot(base.relative_error, other.relative_error)
-    worths = [1.0]
-    value = ratio
-    if noise is not None:
-        batches = {"base_batch": base_size * samples, "batch": size * samples}
-        worths = [batch_efficiency(phi, **batches) for phi in (noise.low, noise.value, noise.high)]
-        value = ratio * worths[1]
+    base = next((each for each in found.estimates if each.batch_size == base_size), None)
+    if base is None:
+        return {}
 
     def with_tuning(speedup: float) -> float:
         if not math.isfinite(run_seconds) or speedup <= 0:
             return speedup
         return run_seconds / (run_seconds / speedup + tuning_seconds)
 
-    low, high = ratio * max(0.0, 1 - error) * min(worths), ratio * (1 + error) * max(worths)
-    return Speedup(value=with_tuning(value), low=with_tuning(low), high=with_tuning(high))
+    speedups = {}
+    for each in found.estimates:
+        size = each.batch_size
+        ratio = each.samples_per_second / base.samples_per_second * mean_length(base_size) / mean_length(size)
+        error = 0.0 if each is base else _NORMAL * math.hypot(base.relative_error, each.relative_error)
+        worths = [1.0] * 3
+        if noise is not None:
+            batches = {"base_batch": base_size * samples, "batch": size * samples}
+            worths = [batch_efficiency(phi, **batches) for phi in (noise.value, noise.low, noise.high)]
+        speedups[size] = Speedup(
+            value=with_tuning(ratio * worths[0]),
+            low=with_tuning(ratio * max(0.0, 1 - error) * min(worths)),
+            high=with_tuning(ratio * (1 + error) * max(worths)),
+        )
+    return speedups

@@ -1,7 +1,7 @@
 """The learning rate that goes with another batch size.
 
-* ``linear``: rate x effective batch / base batch, for SGD (Goyal et al., arXiv:1706.02677), best with a warm-up
-  (:mod:`~.learning_rate`). It holds up to some thousands of samples; beyond that generalisation suffers there too.
+* ``linear``: rate x effective batch / base batch, for SGD (Goyal et al., arXiv:1706.02677), best with a warm-up. It
+  holds up to some thousands of samples; beyond that generalisation suffers there too.
 * ``sqrt``: rate x sqrt(effective batch / base batch), which keeps the variance of a step (Krizhevsky, arXiv:1404.5997)
   and is the right one for Adam and RMSprop by the SDEs that they follow (Malladi et al., arXiv:2205.10330). That paper
   also moves the betas and epsilon; here they stay, which matters only for large changes of the batch.
@@ -10,33 +10,27 @@
 
 The effective batch is what one optimizer step sees: samples of one rank x ranks x micro-batches accumulated.
 
-The groups. Learning rates inside torch optimizers and schedulers: finding, checking and multiplying them in place.
+Rates are multiplied in place, in groups of parameters and in what schedulers have derived from them. A rate may be a
+number or a tensor of one element (compiled and captured optimizers); a tensor stays the same object. No torch is
+imported.
 
-Works on anything with ``param_groups``, wrapped by Lightning or Accelerate or not, without importing torch. A rate
-may be a number or a tensor of one element (compiled and captured optimizers); a tensor stays the same object.
-
-Gradual warm-up: the learning rate grows from the base rate to the scaled one over the first steps.
-
-After Goyal et al. (arXiv:1706.02677, section 2.2): large rates are unstable while the weights change fast, so the
-rate starts at that of the base batch and rises by the same amount at every step.
-
-:class:`Warmup` lies on top of whatever schedule there is. Right before an optimizer's step it multiplies the rates,
-and right after it puts back the very values that were there, so schedulers, checkpoints and monitors between steps
-see the rates without warm-up, and a resumed run goes on bit for bit. Only steps that were made count: not those that
-a gradient scaler skips, nor micro-batches that are accumulated.
+The warm-up is Goyal et al.'s (section 2.2): large rates are unstable while the weights change fast, so the rate starts
+at that of the base batch and rises by the same amount at every step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Final, final
 
 from lightning_offload.errors import TuningError
 
 Group = MutableMapping[str, Any]
 """One of an optimizer's parameter groups."""
+Place = tuple[int, int]
+"""A parameter group: the number of its optimizer, and its own there."""
 
 _RATES = ("lr", "initial_lr", "max_lr")
 """The rate itself and what schedulers keep beside it in the groups."""
@@ -47,109 +41,56 @@ _ADAPTIVE_NAMES = ("adam", "lamb", "rmsprop")
 _LINEAR_NAMES = ("sgd", "lars")
 
 
-def unwrapped(optimizer: Any) -> Any:
-    """The torch optimizer, or scheduler, inside wrappers such as Lightning's and Accelerate's.
-
-    Args:
-        optimizer: With ``param_groups``, or something around one.
-
-    Raises:
-        TuningError: It is none.
-    """
-    while not _is_scheduler(optimizer) and hasattr(inner := getattr(optimizer, "optimizer", None), "param_groups"):
-        optimizer = inner
-    if not hasattr(optimizer, "param_groups"):
-        raise TuningError(f"{type(optimizer).__name__} is no optimizer: it has no param_groups")
-    return optimizer
-
-
 def is_adam_like(optimizer: Any) -> bool:
     """Whether an optimizer divides gradients by their running size, as Adam does."""
-    inner = unwrapped(optimizer)
-    name = type(inner).__name__.lower()
-    return "betas" in getattr(inner, "defaults", {}) or any(part in name for part in _ADAPTIVE_NAMES)
+    name = type(optimizer).__name__.lower()
+    return "betas" in getattr(optimizer, "defaults", {}) or any(part in name for part in _ADAPTIVE_NAMES)
 
 
 def is_sgd_like(optimizer: Any) -> bool:
     """Whether a step is proportional to the gradient or its running mean, so that the linear rule is the one for it."""
-    names = [cls.__name__.lower() for cls in type(unwrapped(optimizer)).__mro__]
+    names = [cls.__name__.lower() for cls in type(optimizer).__mro__]
     return any(part in name for part in _LINEAR_NAMES for name in names) and not is_adam_like(optimizer)
 
 
 def has_step_hooks(optimizer: Any) -> bool:
     """Whether something can be run around an optimizer's steps, which a warm-up needs."""
-    return hasattr(unwrapped(optimizer), "register_step_pre_hook")
+    return hasattr(optimizer, "register_step_pre_hook")
 
 
-def learning_rates(optimizer: Any) -> tuple[float, ...]:
-    """The rate of each group.
-
-    Raises:
-        TuningError: A group has none, or one that is not finite or negative.
-    """
-    rates = []
-    for i, group in enumerate(unwrapped(optimizer).param_groups):
-        if "lr" not in group:
-            raise TuningError(f"parameter group {i} of {type(unwrapped(optimizer)).__name__} has no 'lr' to scale")
-        rates.append(check_rate(group["lr"]))
-    return tuple(rates)
-
-
-def scale_optimizer(optimizer: Any, factor: float, groups: Collection[int] | None = None) -> tuple[float, ...]:
-    """Multiply the rates of groups, and those between which a scheduler moves them.
-
-    Args:
-        optimizer: A torch optimizer, wrapped or not.
-        factor: Positive and finite; 1 changes no bit.
-        groups: Numbers of the groups; None for all.
-
-    Returns:
-        The new rate of each group.
-
-    Raises:
-        TuningError: A rate, or the factor, is not possible; nothing was changed then.
-    """
-    check_factor(factor)
-    learning_rates(optimizer)
-    chosen = [group for i, group in enumerate(unwrapped(optimizer).param_groups) if groups is None or i in groups]
-    slots = list(_slots(chosen))
-    for group, key in slots:
-        check_rate(check_rate(group[key]) * factor)
-    tensors: set[int] = set()
-    for group, key in slots:
-        if id(group[key]) not in tensors:  # they may be shared
-            scale_in(group, key, factor)
-        if hasattr(group[key], "mul_"):
-            tensors.add(id(group[key]))
-    return learning_rates(optimizer)
-
-
-def scale_scheduler(scheduler: Any, factor: float, groups: Collection[int] | None = None) -> None:
-    """Multiply the rates that a scheduler starts from, for one that is not made anew.
+def scale_groups(
+    optimizers: Sequence[Any], schedulers: Sequence[Any], places: Collection[Place], factor: float
+) -> None:
+    """Multiply the rates of some groups, with what their schedulers have derived from them.
 
     The floor of a decay (``eta_min``, ``min_lrs``) stays as the user set it.
-
-    Args:
-        scheduler: A torch scheduler, wrapped or not, or one made of others.
-        factor: Positive and finite.
-        groups: Numbers of its optimizer's groups; None for all.
-
-    Raises:
-        TuningError: The factor is not possible.
     """
-    check_factor(factor)
-    while hasattr(inner := getattr(scheduler, "scheduler", None), "step"):
-        scheduler = inner
+    for number, optimizer in enumerate(optimizers):
+        groups = {index for of, index in places if of == number}
+        tensors = set[int]()  # which groups may share
+        for group in (optimizer.param_groups[index] for index in groups):
+            keys = _ONE_CYCLE if all(key in group for key in _ONE_CYCLE) else _RATES
+            for key in filter(group.__contains__, keys):
+                if id(group[key]) not in tensors:
+                    _scale_in(group, key, factor)
+                if hasattr(group[key], "mul_"):
+                    tensors.add(id(group[key]))
+        for scheduler in schedulers:
+            if getattr(scheduler, "optimizer", None) is optimizer:
+                _scale_scheduler(scheduler, groups, factor)
+
+
+def _scale_scheduler(scheduler: Any, groups: Collection[int], factor: float) -> None:
+    """Multiply the rates that a scheduler starts from, and those of the schedulers that it is made of."""
     for part in getattr(scheduler, "_schedulers", ()):
-        scale_scheduler(part, factor, groups)
+        _scale_scheduler(part, groups, factor)
     for name in ("base_lrs", "max_lrs", "_last_lr"):
         rates = getattr(scheduler, name, None)
         if isinstance(rates, list):  # a new one: that of a SequentialLR is its part's
-            scaled = [rate * factor if groups is None or i in groups else rate for i, rate in enumerate(rates)]
-            setattr(scheduler, name, scaled)
+            setattr(scheduler, name, [rate * factor if i in groups else rate for i, rate in enumerate(rates)])
 
 
-def scale_in(group: Group, key: str, factor: float) -> None:
+def _scale_in(group: Group, key: str, factor: float) -> None:
     """Multiply one rate; a tensor is changed in place."""
     if hasattr(group[key], "mul_"):
         group[key].mul_(factor)
@@ -157,45 +98,14 @@ def scale_in(group: Group, key: str, factor: float) -> None:
         group[key] = group[key] * factor
 
 
-def check_rate(rate: Any) -> float:
-    """A learning rate as a number, checked.
-
-    Raises:
-        TuningError: It is no number, not finite, or negative.
-    """
-    try:
-        number = float(rate)
-    except (TypeError, ValueError, RuntimeError):
-        raise TuningError(f"learning rate {rate!r} is not a number") from None
-    if not math.isfinite(number) or number < 0:
-        raise TuningError(f"learning rate {number!r} cannot be scaled: it must be finite and not negative")
-    return number
-
-
-def check_factor(factor: float) -> float:
-    """What rates are multiplied by, checked.
-
-    Raises:
-        TuningError: It is not finite, or not positive.
-    """
-    if not math.isfinite(factor) or factor <= 0:
-        raise TuningError(f"learning rates cannot be scaled by {factor!r}: it must be finite and positive")
-    return factor
-
-
-def _slots(groups: list[Group]) -> Iterator[tuple[Group, str]]:
-    for group in groups:
-        keys = _ONE_CYCLE if all(key in group for key in _ONE_CYCLE) else _RATES
-        yield from ((group, key) for key in keys if key in group)
-
-
-def _is_scheduler(found: Any) -> bool:
-    return hasattr(found, "last_epoch")
-
-
 @final
 class Warmup:
     """Raises the rates of optimizers from the base rate to the scaled one over the first steps.
+
+    It lies on top of whatever schedule there is. Right before an optimizer's step it multiplies the rates, and right
+    after it puts back the very values that were there, so schedulers, checkpoints and monitors between steps see the
+    rates without warm-up, and a resumed run goes on bit for bit. Only steps that were made count: not those that a
+    gradient scaler skips, nor micro-batches that are accumulated.
 
     Use: ``attach`` it to the optimizers once they exist, ``remove`` it at the end of the fit, and keep ``state_dict``
     in the checkpoint. Attached again, it goes on where it was.
@@ -211,7 +121,9 @@ class Warmup:
     def __init__(self, num_steps: int, scale: float) -> None:
         if num_steps < 0:
             raise TuningError(f"num_steps={num_steps} is negative: steps are counted from 0")
-        self.num_steps, self.scale = num_steps, check_factor(scale)
+        if not math.isfinite(scale) or scale <= 0:
+            raise TuningError(f"learning rates cannot be scaled by {scale!r}: it must be finite and positive")
+        self.num_steps, self.scale = num_steps, scale
         self._steps: list[int] = []
         self._hooks = contextlib.ExitStack()
 
@@ -226,13 +138,13 @@ class Warmup:
         """Warm up these optimizers from their next step on, in place of those attached before.
 
         Args:
-            optimizers: Of torch, wrapped or not; each keeps its own count, by its place.
+            optimizers: Of torch; each keeps its own count, by its place.
 
         Raises:
             TuningError: One of them is no torch optimizer.
         """
         self.remove()
-        for index, optimizer in enumerate(map(unwrapped, optimizers)):
+        for index, optimizer in enumerate(optimizers):
             if not has_step_hooks(optimizer):
                 raise TuningError(
                     f"{type(optimizer).__name__} has no hooks around its step: warm-up needs torch's Optimizer"
@@ -251,7 +163,7 @@ class Warmup:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint, attached or not."""
-        self.num_steps, self.scale = state["num_steps"], check_factor(state["scale"])
+        self.num_steps, self.scale = state["num_steps"], state["scale"]
         self._steps[:] = [*state["steps"], *self._steps[len(state["steps"]) :]]
 
     def _hook(self, index: int, optimizer: Any) -> None:
@@ -262,7 +174,7 @@ class Warmup:
             factor = self.factor(index)
             for group in optimizer.param_groups if factor != 1.0 else ():
                 before = group["lr"].clone() if hasattr(group["lr"], "clone") else group["lr"]
-                scale_in(group, "lr", factor)
+                _scale_in(group, "lr", factor)
                 multiplied.append((group, before, group["lr"]))
 
         def after_step(*_: Any) -> None:
@@ -296,7 +208,6 @@ AUTO: Final = "auto"
 """The name of the rule that the optimizers decide."""
 SCALINGS: Final = (AUTO, *RULES)
 WARMUP_STEPS: Final = 50  # at most
-LEAST_WARMUP_STEPS: Final = 10  # where the run has room for them
 WARMUP_SHARE: Final = 0.1  # of the run, at most
 
 
@@ -305,13 +216,6 @@ def resolved_rule(rule: str, optimizers: Iterable[Any]) -> str:
 
     Linear is for steps that are proportional to gradients. One optimizer of another kind makes it "sqrt" for all: too
     low a rate costs time, too high a one the run.
-
-    Args:
-        rule: One of :data:`SCALINGS`.
-        optimizers: Of torch, wrapped or not.
-
-    Raises:
-        TuningError: Something that is no optimizer.
     """
     if rule != AUTO:
         return rule
@@ -319,27 +223,11 @@ def resolved_rule(rule: str, optimizers: Iterable[Any]) -> str:
     return "linear" if kinds and all(kinds) else "sqrt"
 
 
-def default_warmup_steps(num_steps: float, shown: int | None = None) -> int:
-    """How many optimizer steps a scaled-up rate is warmed up for, unless the user says.
+def default_warmup_steps(num_steps: float) -> int:
+    """How many optimizer steps a scaled-up rate is warmed up for in a run of so many, unless the user says.
 
-    What a pilot shows, or 50 where there was none. Goyal et al. (arXiv:1706.02677) take 5 of 90 epochs: it is a tenth
-    of the run at most.
-
-    Args:
-        num_steps: Optimizer steps of the run, infinite where that is not known.
-        shown: What :func:`shown_warmup_steps` makes of a pilot; None without one.
+    Goyal et al. (arXiv:1706.02677) take 5 of 90 epochs: it is a tenth of the run at most, where that is known.
     """
-    wanted = WARMUP_STEPS if shown is None else shown
     if not math.isfinite(num_steps):
-        return wanted
-    return max(1, min(wanted, math.ceil(WARMUP_SHARE * num_steps)))
-
-
-def shown_warmup_steps(settled: int | None, num_first: int) -> int:
-    """How long a warm-up is by what a pilot shows: twice as long as gradients take to settle.
-
-    Args:
-        settled: After how many of its first steps they had; None where they had not within them.
-        num_first: How many of its first steps show that.
-    """
-    return max(LEAST_WARMUP_STEPS, 2 * (num_first if settled is None else settled))
+        return WARMUP_STEPS
+    return max(1, min(WARMUP_STEPS, math.ceil(WARMUP_SHARE * num_steps)))

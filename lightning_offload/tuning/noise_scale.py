@@ -21,11 +21,10 @@ and ``phi`` rises during a training (Merrill et al. 2025, arXiv:2505.23971), so 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
 
 __all__ = [
     "GradientSquares",
@@ -33,7 +32,6 @@ __all__ = [
     "batch_efficiency",
     "estimate_noise_scale",
     "likely_efficiency",
-    "settled_after",
 ]
 
 MIN_STEPS = 8
@@ -104,38 +102,6 @@ def estimate_noise_scale(steps: Sequence[GradientSquares]) -> NoiseScale | None:
     value = math.inf if mean_signal <= 0 else max(0.0, mean_noise / mean_signal)
     low, high = _fieller(noise, signal)
     return NoiseScale(value=value, low=min(low, value), high=max(high, value))
-
-
-_SETTLED, _DRIFTING = 4.0, 2.5
-"""Deviations of a step's gradient from the later ones' within which it is one of them, and by which those may drift."""
-_DEVIATION = 1.4826 / math.sqrt(2)  # of a normal number, by the median distance between two of them
-_LEAST_DRIFT = math.log(1.25)  # of the squared norm; less is no change of the training
-
-
-def settled_after(steps: Sequence[GradientSquares]) -> int | None:
-    """After how many of some first steps of a training its gradients had the size that they kept.
-
-    At first gradients change fast: that is what a learning rate is warmed up for. The second half of the steps tells
-    the size, by the logarithm of the squared norm; a step before is one of them where the median of it and its
-    neighbours is within the scatter, which is that from one step to the next.
-
-    Args:
-        steps: The first ones of a training, in order; those that are not finite are left out.
-
-    Returns:
-        None where there are too few, or where the second half itself still rises or falls.
-    """
-    logs = [math.log(step.mean) for step in steps if step.is_finite and step.mean > 0]
-    if len(logs) < MIN_STEPS:
-        return None
-    late, middle = logs[len(logs) // 2 :], len(logs) // 2
-    size = median(late)
-    scatter = max(_DEVIATION * median(abs(a - b) for a, b in itertools.pairwise(logs)), _LEAST_DRIFT / _SETTLED)
-    drift = median(late[len(late) // 2 :]) - median(late[: len(late) // 2])
-    if abs(drift) > max(_DRIFTING * scatter, _LEAST_DRIFT):
-        return None
-    smooth = [median(logs[max(0, place - 1) : place + 2]) for place in range(middle)]
-    return max((place + 1 for place, each in enumerate(smooth) if abs(each - size) > _SETTLED * scatter), default=0)
 
 
 def _fieller(above: Sequence[float], below: Sequence[float]) -> tuple[float, float]:

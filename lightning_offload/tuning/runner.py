@@ -17,14 +17,12 @@ predicts the sizes that are not tried. They are trials like any other to the sea
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from statistics import median
 from typing import Any, Protocol
 
 import torch
@@ -38,10 +36,10 @@ from lightning_offload.plugins.memory import MemoryPlugin, attached_plugins
 from lightning_offload.plugins.out_of_memory import release_frames
 from lightning_offload.plugins.plan_cache import every_shape_recorded
 from lightning_offload.tuning.acquisition import Space
-from lightning_offload.tuning.predictions import Predictions, Recorded, fit_predictor, throughput_scale_of
+from lightning_offload.tuning.predictions import Predictor, Recorded
 from lightning_offload.tuning.ranks import STOPPED, Coordinator, agreed
 from lightning_offload.tuning.search import MAX_TRIALS_PREDICTED, SearchResult, find_batch_size
-from lightning_offload.tuning.trial import Predict, Trial
+from lightning_offload.tuning.trial import Predict, Prediction, Trial
 from lightning_offload.units import format_bytes
 
 __all__ = ["ENDED_EARLY", "Host", "RankStatus", "StepMeter", "TrialOver", "TrialRunner", "TrialSettings"]
@@ -95,7 +93,6 @@ class StepMeter:
     Args:
         settings: How long the trial is.
         agreement: Among the ranks.
-        is_recorded: Whether the host is to show a step to a memory plugin, if it can.
 
     Attributes:
         step_seconds: Of the timed steps.
@@ -107,14 +104,13 @@ class StepMeter:
         exchanges: Whether ranks exchange their gradients by now.
     """
 
-    def __init__(self, settings: TrialSettings, agreement: Coordinator, *, is_recorded: bool = False) -> None:
+    def __init__(self, settings: TrialSettings, agreement: Coordinator) -> None:
         self.step_seconds: list[float] = []
         self.num_steps = 0
         self.peak_bytes: int | None = None
         self.excess = ""
         self.status: RankStatus | None = None
         self.recorded: Recorded | None = None
-        self.is_recorded = is_recorded
         self.exchanges = False
         # with several ranks the first step shows that a size fits on all
         self._num_warmup = max(settings.warmup_steps, 1 if agreement.num_ranks > 1 else 0)
@@ -135,10 +131,6 @@ class StepMeter:
             self._watch_allocator()
             self._end_warmup()
             yield
-
-    def note(self, recorded: Recorded) -> None:
-        """Take what a memory plugin of the host's own showed."""
-        self.recorded, self.peak_bytes = recorded, recorded.peak_bytes
 
     def step_took(self, seconds: float, *, counts: bool = True) -> None:
         """Count a step that has ended.
@@ -181,6 +173,21 @@ class StepMeter:
         if worst is not RankStatus.GOES_ON:
             self.status = worst
         return worst
+
+    def trial(self, batch_size: int, status: RankStatus, reason: str) -> Trial:
+        """What this rank's steps were, by how it has ended and why their size does not fit, when all have stopped."""
+        seconds, reason = tuple(self.step_seconds), reason or self.excess
+        if not reason and self.status is RankStatus.DOES_NOT_FIT:
+            reason = STOPPED
+        if not reason and not seconds:
+            needed = self._settings.warmup_steps + 1
+            early = f"{ENDED_EARLY} {self.num_steps} optimizer steps of whole batches, a trial takes at least {needed}"
+            reason = early if status is RankStatus.ENDED else STOPPED
+        if not reason:
+            return Trial.from_steps(batch_size, seconds, peak_bytes=self.peak_bytes)
+        return Trial(
+            batch_size=batch_size, is_ok=False, peak_bytes=self.peak_bytes, step_seconds=seconds, reason=reason
+        )  # fmt: skip
 
     def _watch_allocator(self) -> None:
         memory = memory_in_use()
@@ -279,7 +286,7 @@ class TrialRunner:
 
     Attributes:
         done: The trials that ran.
-        predictions: Of sizes that did not; empty before :meth:`find`.
+        predictor: Of sizes that did not, on rank zero; None where nothing showed it enough, and before :meth:`find`.
     """
 
     def __init__(
@@ -291,7 +298,7 @@ class TrialRunner:
         tell: Callable[[int], object] = lambda _: None,
     ) -> None:
         self.done: list[Trial] = []
-        self.predictions = Predictions(None, agreement)
+        self.predictor: Predictor | None = None
         self._host, self._settings, self._agreement, self._tell = host, settings, agreement, tell
         self._recorded: dict[int, Recorded | None] = {}
 
@@ -302,8 +309,7 @@ class TrialRunner:
         *,
         begin: int | None = None,
         max_trials: int | None,
-        max_seconds: float | None,
-        usual_seconds: Callable[[Sequence[Trial]], float | None] = lambda _: None,
+        max_seconds: Callable[[Sequence[Trial]], float | None],
     ) -> SearchResult:
         """Find the efficiency-optimal size; every rank calls it, and all get the same.
 
@@ -311,8 +317,8 @@ class TrialRunner:
             space: What is searched.
             begin: A smaller size than its start to try before, to see what a step does.
             max_trials: Most trials, None for the usual number.
-            max_seconds: No trial begins that would probably end later; rank zero's clock counts.
-            usual_seconds: The same where `max_seconds` is None, once a trial has shown what a step takes.
+            max_seconds: No trial begins that would probably end after so many, by what trials have shown; None for no
+                limit. Rank zero's clock counts.
 
         Raises:
             TuningError: No size was found to fit, or a rank failed.
@@ -321,41 +327,39 @@ class TrialRunner:
         began = clock()
 
         def until() -> float | None:
-            seconds = max_seconds if max_seconds is not None else usual_seconds(self.done)
+            seconds = max_seconds(self.done)
             return None if seconds is None else began + seconds
 
         most = max(1, (max_trials or MAX_TRIALS_PREDICTED) // _RECORDED_SHARE)
         self._record(space, space.start if begin is None else begin, most, until)
-        self.predictions = self._fitted()
+        if self._agreement.rank == 0:
+            recorded = {size: each for size, each in self._recorded.items() if each is not None}
+            self.predictor = Predictor.fit(recorded, self.done, self._agreement.num_ranks)
         end = until()
         return find_batch_size(
             self.run,
             space,
             max_trials=max_trials,
             max_seconds=None if end is None else max(end - clock(), _NO_TIME),
-            predict=self.predictions.local if self.predictions.is_usable else None,
+            predict=self.predictor,
             clock=clock,
             known=self.done,
             agreement=self._agreement,
         )
 
-    def run(self, batch_size: int, *, is_recorded: bool = False) -> Trial:
+    def run(self, batch_size: int) -> Trial:
         """Try a size on every rank, unless the host refuses; each leaves with the same trial, and as it was.
-
-        Args:
-            batch_size: The size.
-            is_recorded: Whether a memory plugin is to see the steps, if any can.
 
         Raises:
             TuningError: Another rank failed.
             Exception: Whatever the host raised on this one, unless it says that the size does not fit.
         """
         self._tell(batch_size)
-        refusal = self._host.refusal(batch_size, self.done, self.predictions)
+        refusal = self._host.refusal(batch_size, self.done, self._predict)
         if refusal:
             trial = Trial(batch_size=batch_size, is_ok=False, reason=refusal)
         else:
-            trial = self._tried(batch_size, is_recorded=is_recorded)
+            trial = self._tried(batch_size)
         self.done.append(trial)
         return trial
 
@@ -364,58 +368,37 @@ class TrialRunner:
     def _record(self, space: Space, begin: int, most: int, until: Callable[[], float | None]) -> None:
         """Try a few sizes first, as long as a memory plugin shows their steps."""
         waiting = list(dict.fromkeys((begin, space.start)))
-        fits: int | None = None
-        is_spread = False
-        while len(self._recorded) < most and len(self.done) < 2 * most and not self._is_late(until()):
-            if not waiting:
-                if fits is None or is_spread:
-                    return
-                smallest = max(space.low, _SMALLEST_RECORDED)
-                waiting = [size for size in (2 * fits, fits // 2, 4 * fits) if size >= smallest]
-                is_spread = True
-                continue
+        has_spread = False
+        while waiting and len(self._recorded) < most and len(self.done) < 2 * most and not self._is_late(until()):
             size = waiting.pop(0)
-            if not space.is_within(size):
-                continue
-            tried = next((trial for trial in self.done if trial.batch_size == size), None)
-            if tried is not None:
-                if fits is None and tried.is_ok and self._agreement.is_true_on_all(self._is_watched):
-                    fits = size
-                elif fits is None and not tried.is_ok:
-                    waiting = [size // 4]
-                continue
-            if space.sizes is not None and size not in space.sizes:
-                continue
-            if self._host.refusal(size, self.done, self.predictions):
-                continue  # it is no trial yet: the search may never come to it
-            if self.run(size, is_recorded=True).is_ok:
-                if not self._agreement.is_true_on_all(self._is_watched):
-                    return
-                fits = size
-            elif fits is None:
-                waiting = [size // 4]
+            trial = next((trial for trial in self.done if trial.batch_size == size), None)
+            if trial is None:
+                # what is refused is no trial yet: the search may never come to it
+                if not space.allows(size) or self._host.refusal(size, self.done, self._predict):
+                    continue
+                trial = self.run(size)
+            if not trial.is_ok:
+                waiting = waiting if has_spread else [size // 4]
+            elif not self._agreement.is_true_on_all(None not in self._recorded.values()):
+                return
+            elif not has_spread:
+                has_spread = True
+                smallest = max(space.low, _SMALLEST_RECORDED)
+                waiting += [other for other in (2 * size, size // 2, 4 * size) if other >= smallest]
 
     def _is_late(self, until: float | None) -> bool:
         if until is None or not self.done:
             return False
         return self._agreement.broadcast(self._settings.clock() >= until)
 
-    @property
-    def _is_watched(self) -> bool:
-        """Whether a plugin showed the steps of all trials that were ok."""
-        return all(each is not None and each.planned is not None for each in self._recorded.values())
-
-    def _fitted(self) -> Predictions:
-        """Fit the performance model, if plugins have shown enough."""
-        num_ranks = self._agreement.num_ranks
-        recorded = {size: each for size, each in self._recorded.items() if each is not None}
-        predictor = fit_predictor(recorded, num_ranks)
-        return Predictions(predictor, self._agreement, throughput_scale_of(predictor, recorded, num_ranks))
+    def _predict(self, batch_size: int) -> Prediction | None:
+        """Predict a size, on all ranks; None where nothing can."""
+        return self._agreement.broadcast(None if self.predictor is None else self.predictor(batch_size))
 
     # ---- one trial
 
-    def _tried(self, batch_size: int, *, is_recorded: bool) -> Trial:
-        meter = StepMeter(self._settings, self._agreement, is_recorded=is_recorded)
+    def _tried(self, batch_size: int) -> Trial:
+        meter = StepMeter(self._settings, self._agreement)
         try:
             trial = self._measured(batch_size, meter)
         except BaseException:
@@ -423,8 +406,7 @@ class TrialRunner:
             raise
         self._agreement.together(self._host.restore, f"putting back what the trial of batch size {batch_size} changed")
         if trial.is_ok:
-            recorded, seconds = meter.recorded, median(meter.step_seconds)
-            self._recorded[batch_size] = recorded and dataclasses.replace(recorded, step_seconds=seconds)
+            self._recorded[batch_size] = meter.recorded
         return trial
 
     def _measured(self, batch_size: int, meter: StepMeter) -> Trial:
@@ -442,8 +424,7 @@ class TrialRunner:
         agreement.raise_together(failure, what)  # whether it came before all had stopped, or after
         if meter.status is RankStatus.FAILED:
             raise TuningError(f"{what} failed on another rank: see its error")
-        own = _reason(meter, status, reason or meter.excess, self._settings)
-        return agreed(_trial(batch_size, meter, own), agreement)
+        return agreed(meter.trial(batch_size, status, reason), agreement)
 
     def _trained(self, batch_size: int, meter: StepMeter) -> tuple[RankStatus, str, Exception | None]:
         """Let the host train; how that ended, why the size does not fit, and what else was raised."""
@@ -455,7 +436,7 @@ class TrialRunner:
             status = RankStatus.HAS_ENOUGH
             release_frames(over)
         except Exception as error:
-            reason = _why_it_does_not_fit(error, self._settings)
+            reason = self._why_it_does_not_fit(error)
             if reason:
                 status = RankStatus.DOES_NOT_FIT
                 release_frames(error)
@@ -469,33 +450,10 @@ class TrialRunner:
                 memory.give_back()  # so that a trial's memory is not that of the one before it
         return status, reason, failure
 
-
-def _why_it_does_not_fit(error: Exception, settings: TrialSettings) -> str:
-    """Why a size does not fit, by an error; empty where it says something else."""
-    if isinstance(error, BudgetInfeasibleError):
-        return f"needs a budget of {format_bytes(error.floor_bytes)}"
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return "out of memory"
-    return str(error).partition("\n")[0] if settings.is_out_of_memory(error) else ""
-
-
-def _reason(meter: StepMeter, status: RankStatus, reason: str, settings: TrialSettings) -> str:
-    """Why the trial is not ok on this rank, where it ended so; empty where it is."""
-    if reason:
-        return reason
-    if meter.status is RankStatus.DOES_NOT_FIT:
-        return STOPPED
-    if not meter.step_seconds:
-        needed = settings.warmup_steps + 1
-        early = f"{ENDED_EARLY} {meter.num_steps} optimizer steps of whole batches, a trial takes at least {needed}"
-        return early if status is RankStatus.ENDED else STOPPED
-    return ""
-
-
-def _trial(batch_size: int, meter: StepMeter, reason: str) -> Trial:
-    seconds = tuple(meter.step_seconds)
-    if not reason:
-        return Trial.from_steps(batch_size, seconds, peak_bytes=meter.peak_bytes)
-    return Trial(
-        batch_size=batch_size, is_ok=False, peak_bytes=meter.peak_bytes, step_seconds=seconds, reason=reason
-    )  # fmt: skip
+    def _why_it_does_not_fit(self, error: Exception) -> str:
+        """Why a size does not fit, by an error; empty where it says something else."""
+        if isinstance(error, BudgetInfeasibleError):
+            return f"needs a budget of {format_bytes(error.floor_bytes)}"
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            return "out of memory"
+        return str(error).partition("\n")[0] if self._settings.is_out_of_memory(error) else ""

@@ -30,11 +30,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, replace
 
 from lightning_offload.errors import TuningError
-from lightning_offload.tuning.acquisition import NextTrial, Space, decide
+from lightning_offload.tuning.acquisition import EndedBy, NextTrial, Space, decide
 from lightning_offload.tuning.forecast import Forecast
 from lightning_offload.tuning.posterior import Estimate, pool
 from lightning_offload.tuning.ranks import Coordinator
@@ -45,8 +44,6 @@ __all__ = ["MAX_TRIALS", "MAX_TRIALS_PREDICTED", "EndedBy", "SearchResult", "fin
 MAX_TRIALS = 24
 MAX_TRIALS_PREDICTED = 12
 """Trials of a search without `max_trials`: without a performance model, and with one."""
-
-EndedBy: TypeAlias = Literal["confidence", "trials", "seconds"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,119 +119,65 @@ def find_batch_size(
     Raises:
         TuningError: No size may be tried, or none was found to fit.
     """
-    agreement = agreement if agreement is not None else Coordinator()
+    ranks = agreement if agreement is not None else Coordinator()
     space = space.narrowed()
-    search = _Search(
-        space=space,
-        predict=predict,
-        max_trials=max_trials,
-        max_seconds=max_seconds,
-        clock=clock,
-        outside=[trial for trial in known if not space.is_within(trial.batch_size)],
-        trials=[trial for trial in known if space.is_within(trial.batch_size)],
-    )
-    while True:
-        decided = agreement.together(lambda: search.next_decision() if agreement.rank == 0 else None, "deciding")
-        decision = agreement.broadcast(decided)
-        assert decision is not None  # rank 0 has decided
-        if decision.ended_by is not None:
-            return search.result(decision)
-        search.run_trial(decision, run)
+    outside = [trial for trial in known if not space.is_within(trial.batch_size)]
+    trials = [trial for trial in known if space.is_within(trial.batch_size)]
+    # of those that ran before, about: half of a trial is timed
+    durations = {trial.batch_size: 2 * sum(trial.step_seconds) for trial in known if trial.step_seconds}
+    began = clock()
 
+    def predicted() -> Space:
+        forecast = Forecast.of(predict, low=space.low, high=space.high, tolerance=space.tolerance, worth=space.worth)
+        return replace(space, forecast=forecast)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Decision:
-    """What rank 0 tells all ranks.
-
-    Args:
-        next_trial: The choice so far and the size to try.
-        ended_by: Why the search has ended; None while it goes on.
-        prediction: Of the size to try.
-    """
-
-    next_trial: NextTrial
-    ended_by: EndedBy | None
-    prediction: Prediction | None
-
-
-@dataclass(slots=True, kw_only=True)
-class _Search:
-    """One search: its limits, and the trials so far, which are the same on all ranks."""
-
-    space: Space
-    predict: Predict | None
-    max_trials: int | None
-    max_seconds: float | None
-    clock: Callable[[], float]
-    outside: Sequence[Trial]
-    trials: list[Trial]
-    _began: float | None = None
-    _durations: dict[int, float] = field(default_factory=dict)
-
-    def next_decision(self) -> _Decision:
-        """Decide what all ranks do next; called on rank 0 only."""
-        if self._began is None:
-            self._began = self.clock()
-            # of those that ran before, about: half of a trial is timed
-            ran = [trial for trial in (*self.outside, *self.trials) if trial.step_seconds]
-            self._durations.update({trial.batch_size: 2 * sum(trial.step_seconds) for trial in ran})
-            space = self.space
-            forecast = Forecast.of(
-                self.predict, low=space.low, high=space.high, tolerance=space.tolerance, worth=space.worth
-            )
-            self.space = replace(space, forecast=forecast)
-        next_trial = decide(self.space, self.trials)
-        size = next_trial.next_size
+    def decided(space: Space) -> NextTrial:
+        """What all ranks do next, on rank 0."""
+        following = decide(space, trials)
+        size = following.next_size
         if size is None:
-            return _Decision(next_trial=next_trial, ended_by="confidence", prediction=None)
-        ended_by = self._ended_by(size, self.clock() - self._began)
+            return replace(following, ended_by="confidence")
+        ended_by: EndedBy | None = None
+        expected = clock() - began + _expected_seconds(size, trials, durations)
+        if len(trials) >= (max_trials or (MAX_TRIALS if space.forecast is None else MAX_TRIALS_PREDICTED)):
+            ended_by = "trials"
+        elif (
+            max_seconds is not None and trials and expected > max_seconds
+        ):  # without a trial there is nothing to choose
+            ended_by = "seconds"
         if ended_by is not None:
-            next_trial = decide(self.space, self.trials, may_grow=False)
-            return _Decision(next_trial=next_trial, ended_by=ended_by, prediction=None)
-        prediction = self.predict(size) if self.predict is not None else None
-        return _Decision(next_trial=next_trial, ended_by=None, prediction=prediction)
+            return replace(decide(space, trials, may_grow=False), ended_by=ended_by)
+        return following if predict is None else replace(following, prediction=predict(size))
 
-    def run_trial(self, decision: _Decision, run: Run) -> None:
-        """Run the trial that was decided on; called on every rank."""
-        size = decision.next_trial.next_size
-        assert size is not None  # the search has not ended
-        began = self.clock()
+    is_first = ranks.rank == 0
+    space = ranks.together(lambda: predicted() if is_first else space, "deciding")
+    while True:
+        told = ranks.together(lambda: decided(space) if is_first else None, "deciding")
+        following = ranks.broadcast(told)
+        assert following is not None  # rank 0 has decided
+        size, best, ended_by = following.next_size, following.best, following.ended_by
+        if ended_by is not None or size is None:
+            break
+        since = clock()
         trial = run(size)
-        self._durations[size] = self.clock() - began
+        durations[size] = clock() - since
         if trial.batch_size != size:
             raise TuningError(f"run({size}) returned a trial of batch size {trial.batch_size}: return that of {size}")
-        self.trials.append(_with_prediction(trial, decision.prediction))
+        trials.append(_with_prediction(trial, following.prediction))
+    if best is None or ended_by is None:
+        raise _no_size_fits(trials, space.low, ended_by)
+    return SearchResult.of(
+        (*outside, *trials), batch_size=best, confidence=following.confidence, ended_by=ended_by
+    )  # fmt: skip
 
-    def result(self, decision: _Decision) -> SearchResult:
-        """Sum up; called on every rank.
 
-        Raises:
-            TuningError: No size was found to fit.
-        """
-        best, ended_by = decision.next_trial.best, decision.ended_by
-        if best is None or ended_by is None:
-            raise _no_size_fits(self.trials, self.space.low, ended_by)
-        return SearchResult.of(
-            (*self.outside, *self.trials),
-            batch_size=best,
-            confidence=decision.next_trial.confidence,
-            ended_by=ended_by,
-        )
-
-    def _ended_by(self, size: int, seconds: float) -> EndedBy | None:
-        """Say what forbids one more trial, of this size and after so many seconds, if anything does."""
-        usual = MAX_TRIALS if self.space.forecast is None else MAX_TRIALS_PREDICTED
-        if len(self.trials) >= (self.max_trials or usual):
-            return "trials"
-        if self.max_seconds is None or not self.trials:  # without a trial there is nothing to choose from
-            return None
-        if not self._durations:  # nothing tells how long a trial takes
-            return "seconds" if seconds > self.max_seconds else None
-        # the time it takes, by the nearest size that ran
-        ran = {trial.batch_size for trial in self.trials if trial.is_ok} or self._durations.keys()
-        nearest = min(ran, key=lambda tried: abs(math.log(tried / size)))
-        expected = self._durations[nearest] * max(1.0, size / nearest)
-        return "seconds" if seconds + expected > self.max_seconds else None
+def _expected_seconds(size: int, trials: Sequence[Trial], durations: dict[int, float]) -> float:
+    """What a trial of a size takes, by the nearest size that ran; 0 where nothing tells."""
+    ran = {trial.batch_size for trial in trials if trial.is_ok} & durations.keys() or durations.keys()
+    if not ran:
+        return 0.0
+    nearest = min(ran, key=lambda tried: abs(math.log(tried / size)))
+    return durations[nearest] * max(1.0, size / nearest)
 
 
 def _with_prediction(trial: Trial, prediction: Prediction | None) -> Trial:

@@ -109,22 +109,25 @@ _ATOMS = (
 
 
 class StateSnapshot:
-    """Remembers the state of all objects below some roots.
+    """Remembers the state of all objects below some roots, and that of the global generators.
 
     Args:
         roots: Where to begin; these are walked whatever they are.
         keeps_hooks: Whether hooks that come later stay where they are no program's, as those of a memory plugin.
-        since: An earlier snapshot, which is put back first: the tensors that it knows are not copied once more.
+        since: An earlier snapshot, which is put back first and whose random states count: tensors that it knows are not
+            copied once more.
     """
 
     def __init__(
         self, roots: Iterable[object], *, keeps_hooks: bool = False, since: StateSnapshot | None = None
     ) -> None:
+        self.roots = tuple(roots)
+        self.random_states: RandomStates = RandomStates.now() if since is None else since.random_states
         self._keeps_hooks, self._since = keeps_hooks, since
         self._known: dict[int, object] = {}  # holds what it knows: an id is good while its object lives
         self._undo: list[Callable[[], None]] = []
         waiting: collections.deque[tuple[object, bool]] = collections.deque()
-        for root in roots:
+        for root in self.roots:
             if (undo := undo_generator(root)) is not None:
                 self._undo.append(undo)
             else:
@@ -140,6 +143,7 @@ class StateSnapshot:
             self._since.restore()
         for undo in self._undo:
             undo()
+        self.random_states.restore()
 
     def _note(self, found: Any, waiting: collections.deque[tuple[object, bool]], *, is_data: bool) -> None:
         waiting.extend((each, is_data) for each in self._behind(found))
@@ -388,14 +392,13 @@ def take_snapshot(objects: Iterable[Any]) -> Restore:
         What puts all of it back.
     """
     found = _collect(objects)
-    snapshot, random_states = StateSnapshot(found), RandomStates.now()
+    snapshot = StateSnapshot(found)
     natives = [(each, copy.deepcopy(each.state_dict())) for each in found if _is_native(each)]
 
     def restore() -> None:
         snapshot.restore()
         for each, state in natives:
             each.load_state_dict(copy.deepcopy(state))
-        random_states.restore()
 
     return restore
 

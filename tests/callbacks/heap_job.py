@@ -11,14 +11,24 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 from examples.demo.training import quiet_lightning
-from lightning_offload import EfficientBatchSizeFinder
+from lightning_offload import EfficientBatchSizeFinder, OffloadStrategy
 from lightning_offload.callbacks.tuning import session
 
 frozen: list[int] = []
 """Objects that were frozen as each step began; no attribute of the model, which a tuning would put back."""
+
+
+class Zeros(Dataset[Tensor]):
+    """Samples that are made when they are asked for: on a CPU a tensor of all would be memory of the device."""
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.zeros(32)
 
 
 class Net(L.LightningModule):
@@ -32,15 +42,15 @@ class Net(L.LightningModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         frozen.append(gc.get_freeze_count())
 
-    def training_step(self, batch: list[Tensor]) -> Tensor:
-        loss: Tensor = self.layers(batch[0]).square().mean()
+    def training_step(self, batch: Tensor) -> Tensor:
+        loss: Tensor = self.layers(batch).square().mean()
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), 1e-3)
 
-    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        return DataLoader(TensorDataset(torch.randn(4096, 32)), batch_size=self.batch_size)
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(Zeros(), batch_size=self.batch_size)
 
 
 def tune() -> dict[str, Any]:
@@ -51,7 +61,7 @@ def tune() -> dict[str, Any]:
     )
     trainer = L.Trainer(
         accelerator="cpu", max_steps=2, callbacks=[finder], logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        enable_progress_bar=False, enable_model_summary=False, strategy=OffloadStrategy(budget="1GiB"),
     )  # fmt: skip
     frozen.clear()
     with quiet_lightning():

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from lightning_offload.callbacks.tuning.batches import num_samples
-from lightning_offload.callbacks.tuning.feeding import Feed, Look
+from lightning_offload.callbacks.tuning.data import Feed, Look
 from lightning_offload.errors import TuningError
 from lightning_offload.tuning.shapes import shapes_in
 
@@ -123,6 +123,25 @@ def test_few_batches_are_read_and_many_where_they_differ() -> None:
     assert len(Look.at((torch.zeros(4, 1 + number) for number in range(100)), 20)[0].elements) == 20
     late, largest = Look.at(torch.zeros(4, length) for length in [6] * 7 + [2] * 7)
     assert (largest.shape, len(late.elements)) == ((4, 6), 14)
+
+
+def lengths(*numbers: int) -> Look:
+    return Look.at(torch.zeros(4, number) for number in numbers)[0]
+
+
+def test_a_mean_batch_is_as_long_as_the_mean_of_what_was_read() -> None:
+    """By the longest; where batches are alike, or it is not lengths that differ, there is no other."""
+    assert lengths(30, 60, 15).mean_length() == pytest.approx(35 / 60)
+    assert lengths(7, 7).mean_length(4) == 1.0
+    graphs, _ = Look.at([torch.zeros(9, 2), torch.zeros(3, 2)])
+    assert graphs.mean_length() == 1.0
+
+
+def test_larger_batches_are_padded_to_the_longest_of_more_samples() -> None:
+    """Twice the size is the longer one of two; half the size is shorter."""
+    shares = [lengths(10, 40).mean_length(times) for times in (0.5, 1, 2, 8)]
+    assert shares == pytest.approx([1 - 0.75 * 0.5**times for times in (0.5, 1, 2, 8)])
+    assert shares == sorted(shares)
 
 
 def test_what_knows_no_length() -> None:

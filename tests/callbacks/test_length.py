@@ -151,7 +151,7 @@ def test_a_resumed_run_ends_where_its_schedule_does(make_trainer: MakeTrainer, t
     again.fit(Known(clock=clock), ckpt_path=tmp_path / "late.ckpt")
     assert finder.result.batch_size == 16
     assert again.global_step == 97
-    lengths = {"0 CosineAnnealingLR.T_max": 1000}
+    lengths = [("CosineAnnealingLR.T_max", 1000.0)]
     check_lengths(lengths, lengths, num_steps=1000.0, ratio=Fraction(2), done=900)
     with pytest.raises(TuningError, match="with the found one it has 750"):
         check_lengths(lengths, lengths, num_steps=1000.0, ratio=Fraction(2), done=500)

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_offload.callbacks.tuning.lengths import Lengths as Sampled
-from lightning_offload.tuning.predictions import Predictions
-from lightning_offload.tuning.trial import Prediction
+from lightning_offload.callbacks.tuning.data import Look
 from tests.callbacks.conftest import MakeTrainer
 from tests.callbacks.test_errors import raised
 from tests.callbacks.training import (
@@ -229,29 +227,16 @@ def test_where_lengths_vary_the_longest_batch_is_tried(make_trainer: MakeTrainer
     assert "Lengths vary: trials have the longest of 24 batches" in finder.result.note
 
 
-def seconds_of(size: float) -> float:
-    """A step of so many samples that are as long as the longest."""
-    return 8.0 + size
-
-
-def test_batches_of_varied_lengths_are_priced_by_the_planner(
-    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_of_varied_lengths_are_as_long_as_the_mean_of_their_size(make_trainer: MakeTrainer) -> None:
     """What is expected of a size is that of the mean step, padding included, and not that of the longest."""
-
-    def local(self: Predictions, size: int) -> Prediction:
-        return Prediction(batch_size=size, is_feasible=True, samples_per_second=size / seconds_of(size))
-
-    monkeypatch.setattr(Predictions, "local", local)
     clock = Clock()
     finder = finder_of(clock)
-    net = Lengths(clock=clock, scheduler="step", seconds=seconds_of)
+    net = Lengths(clock=clock, scheduler="step")
     read = [batch[0].shape[1] for batch in net.train_dataloader()]
     make_trainer(callbacks=[finder], max_epochs=1).fit(net)
     # beside its tokens a sample has its features and its label
-    lengths = Sampled.of([length + NUM_FEATURES + 1 for length in read], 4)
-    shares = {size: lengths.typical_share(size, seconds_of) for size in (4, 16)}
+    look, _ = Look.at([torch.zeros(4, length + NUM_FEATURES + 1) for length in read])
     assert finder.result.batch_size == 16
-    in_trials = (16 / seconds_of(16)) / (4 / seconds_of(4))
-    assert finder.result.expected_speedup == pytest.approx(in_trials * shares[4] / shares[16])
-    assert f"as planned, a mean step with 4 takes {shares[4]:.2f} of that" in finder.result.note
+    in_trials = 4.0  # a step takes as long at any size
+    assert finder.result.expected_speedup == pytest.approx(in_trials * look.mean_length() / look.mean_length(4))
+    assert f"by which a mean one with 4 is {look.mean_length():.2f} as long" in finder.result.note

@@ -41,7 +41,7 @@ def test_batches_of_a_trial_are_counted(make_trainer: MakeTrainer, accumulation:
     starts = [place for place, index in enumerate(INDICES) if index == 0]
     for begin, end in zip(starts, [*starts[1:], len(INDICES)], strict=True):
         assert INDICES[begin:end] == list(range(end - begin))
-    assert max(INDICES) + 1 == 3 * min(2, accumulation) + (5 * min(2, accumulation))  # timed and recorded
+    assert max(INDICES) + 1 == 3 * min(2, accumulation)
 
 
 class Manual(Net):

@@ -308,7 +308,7 @@ def test_no_run_is_too_short_where_throughput_is_asked_for(make_trainer: MakeTra
     result = finder.result
     assert result.batch_size > 8
     assert result.run_seconds == pytest.approx(1.2)
-    assert 1.2 < result.tuning_seconds < 61
+    assert 0.02 * 1.2 < result.tuning_seconds < 61
 
 
 def test_trials_take_a_share_of_the_run(make_trainer: MakeTrainer) -> None:

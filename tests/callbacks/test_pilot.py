@@ -26,11 +26,10 @@ def test_half_of_a_pilot_is_measured(accumulation: int) -> None:
     for most in (shortest_pilot(accumulation), 1000, 10**9):
         plan = pilot_plan(most, most_measured=128, accumulation=accumulation)
         assert plan is not None
-        before, measured = (plan.num_first + plan.num_lead) * accumulation, plan.num_measured * plan.num_micro
+        before, measured = plan.num_lead * accumulation, plan.num_measured * plan.num_micro
         assert before == measured
         assert before + measured <= most
         assert 8 <= plan.num_measured <= 128
-        assert plan.num_first <= 32
         assert plan.num_micro >= max(4, accumulation)
         assert before % plan.num_micro == 0
     assert plan.num_measured == 128

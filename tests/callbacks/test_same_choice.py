@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 import lightning_offload as lo
-from lightning_offload.callbacks.tuning.trials import StepRecorder
 from lightning_offload.plugins.module_steps import ModuleMemoryPlugin
 from tests.callbacks.same_job import FIRST, MOST, STEPS, Job, by_decorator
 from tests.callbacks.training import Clock, finder_of
@@ -21,14 +20,8 @@ CURVES = {
 
 
 @pytest.mark.parametrize(("curve", "policy"), pairs(list(CURVES), [None, "all-swap"], every=2))
-def test_one_process(
-    make_trainer: MakeTrainer, curve: str, policy: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_process(make_trainer: MakeTrainer, curve: str, policy: str | None) -> None:
     """The same sizes are tried, in the same order and with the same figures, and the same one is chosen."""
-    if policy is None:  # nothing watches the decorator's steps then, either
-        monkeypatch.setattr(
-            StepRecorder, "is_able", property(lambda self: False, lambda self, value: None), raising=False
-        )
     seconds, capacity = CURVES[curve]
     finder = finder_of(clock := Clock(), init_val=FIRST, max_val=MOST, lr_arg_name=None, steps_per_trial=STEPS)
     strategy = {} if policy is None else {"strategy": lo.OffloadStrategy(budget="1GiB", policy=policy)}

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from lightning_offload.callbacks.tuning import feeding
-from lightning_offload.errors import UnsupportedError
+from lightning_offload.callbacks.tuning import data
 from tests.callbacks.conftest import MakeTrainer
 from tests.callbacks.training import NUM_SAMPLES, Clock, Net, assert_same, finder_of, fitted, is_trial, samples
 
@@ -183,7 +182,7 @@ def test_steps_that_write_to_batches_that_differ(make_trainer: MakeTrainer) -> N
 
 def test_reading_is_bounded_by_the_clock(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow loaders are not read to the end to find the largest batch."""
-    monkeypatch.setattr(feeding, "_SECONDS", -1.0)
+    monkeypatch.setattr(data, "_SECONDS", -1.0)
     clock = Clock()
     finder = finder_of(clock)
     make_trainer(callbacks=[finder], max_epochs=1).fit(Ragged(clock=clock))
@@ -268,20 +267,6 @@ def test_properties_that_fail_before_the_fit_are_nobodys(make_trainer: MakeTrain
     finder = finder_of(clock)
     make_trainer(callbacks=[finder], max_epochs=1).fit(Property(clock=clock))
     assert finder.result.batch_size == 16
-
-
-def test_a_device_that_cannot_be_recorded_is_tuned_by_trials_alone(
-    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of another kind there is no recording and no prediction; the run is that of an untuned one all the same."""
-
-    def unsupported(device: Any) -> Any:
-        raise UnsupportedError(f"device {str(device)!r} is not supported")
-
-    monkeypatch.setattr("lightning_offload.plugins.memory.supported", unsupported)
-    result = compared(make_trainer, Net)
-    assert result.batch_size == 16
-    assert result.predictions == ()
 
 
 def test_warnings_of_trials_are_not_shown(make_trainer: MakeTrainer) -> None:

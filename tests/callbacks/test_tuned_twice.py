@@ -1,4 +1,4 @@
-"""A model that was tuned, in another fit, in another finder, from a checkpoint, or from a configuration file."""
+"""A model that was tuned, in another fit, in another finder, or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.callbacks.conftest import MakeTrainer
-from tests.callbacks.training import NUM_FEATURES, Clock, Net, finder_of, samples
+from tests.callbacks.training import Clock, Net, finder_of, samples
 
 
 class Rated(Net):
@@ -40,23 +40,6 @@ class Data(pl.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(samples(), self.batch_size)
-
-
-class Small(pl.LightningModule):
-    """What a command line makes, of its own arguments."""
-
-    clock: Clock
-
-    def __init__(self, lr: float = 0.1) -> None:
-        super().__init__()
-        self.lr, self.net = lr, torch.nn.Linear(NUM_FEATURES, 3)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.clock.now += 1.0
-        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), self.lr)
 
 
 def tuned(make_trainer: MakeTrainer, net: Any) -> tuple[Any, pl.Trainer]:
@@ -135,26 +118,3 @@ def test_a_second_fit_keeps_a_rate_that_was_set_since(make_trainer: MakeTrainer)
     assert net.lr == 0.001
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.001
     assert data.batch_size == 16
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # jsonargparse, of how Lightning calls it
-def test_the_configuration_of_the_cli_has_the_found_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is written before anything is tuned, and again afterwards, so that it starts the run that took place."""
-    pytest.importorskip("jsonargparse", reason="jsonargparse, which LightningCLI needs, is not installed")
-    from lightning.pytorch.cli import LightningCLI
-
-    clock = Clock()
-    finder = finder_of(clock, lr_scaling="linear")
-    monkeypatch.setattr(Small, "clock", clock, raising=False)
-    monkeypatch.setattr("sys.argv", ["train"])
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    defaults = {
-        "callbacks": [finder], "logger": False, "max_epochs": 1, "accelerator": "cpu",
-        "default_root_dir": str(tmp_path), **quiet,
-    }  # fmt: skip
-    arguments = ["fit", "--model.lr=0.01", "--data.batch_size=4"]
-    LightningCLI(Small, Data, seed_everything_default=False, trainer_defaults=defaults, args=arguments)
-    text = (tmp_path / "config.yaml").read_text()
-    assert finder.result.batch_size == 16
-    assert "batch_size: 16" in text
-    assert "lr: 0.04" in text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from lightning_offload.tuning.noise_scale import (
     batch_efficiency,
     estimate_noise_scale,
     likely_efficiency,
-    settled_after,
 )
 
 DEVIATIONS = np.linspace(0.2, 3.0, 40)
@@ -148,37 +146,3 @@ def test_what_is_best_by_an_interval_is_not_far_off_at_either_end() -> None:
 
     assert most_lost(likely) < 0.22
     assert most_lost(cautious) > 0.37
-
-
-def of_sizes(squares: Sequence[float]) -> list[GradientSquares]:
-    """Steps whose mean gradients have these squares."""
-    return [GradientSquares(micro=2 * each, mean=each, num_micro=4, micro_size=8) for each in squares]
-
-
-@pytest.mark.parametrize("num_early", [0, 3, 9, 14])
-def test_gradients_settle_after_their_first_steps(num_early: int) -> None:
-    """Of 32 steps the first ones have gradients of other sizes; the rest scatter by 20% about theirs."""
-    for seed in range(20):
-        rng = np.random.default_rng(seed)
-        early = np.exp(np.linspace(3, 2, num_early))
-        squares = np.concatenate([early, np.exp(rng.normal(0, 0.2, 32 - num_early))])
-        found = settled_after(of_sizes(squares.tolist()))
-        assert found is not None
-        assert abs(found - num_early) <= 1
-
-
-def test_gradients_that_go_on_falling_have_not_settled() -> None:
-    """A tenth a step, for as long as one looks; and of too few steps nothing is known."""
-    falling = of_sizes([0.9**step for step in range(32)])
-    assert settled_after(falling) is None
-    assert settled_after(of_sizes([1.0] * 7)) is None
-    assert settled_after(of_sizes([1.0] * 8)) == 0
-
-
-def test_one_odd_gradient_is_not_a_change() -> None:
-    """A single step among its like, or one that overflowed, does not count."""
-    odd = of_sizes([1.0] * 5 + [50.0] + [1.0] * 26)
-    assert settled_after(odd) == 0
-    overflowed = of_sizes([1.0] * 31)
-    overflowed.insert(4, GradientSquares(micro=math.inf, mean=math.inf, num_micro=4, micro_size=8))
-    assert settled_after(overflowed) == 0

@@ -11,9 +11,10 @@ from lightning_offload.errors import BudgetInfeasibleError, PolicyError, TuningE
 from lightning_offload.graph import StepGraph
 from lightning_offload.planning.planner import plan
 from lightning_offload.planning.step_model import StepModel
+from lightning_offload.plugins.report import Planned
 from lightning_offload.tuning import predictions
-from lightning_offload.tuning.predictions import Predictor
-from lightning_offload.tuning.trial import Prediction
+from lightning_offload.tuning.predictions import Predictor, Recorded
+from lightning_offload.tuning.trial import Prediction, Trial
 from tests.graph.building import DEVICE, chain
 from tests.tuning.steps import A100, recorded, recorded_family
 
@@ -28,6 +29,13 @@ def _sized(n: int) -> StepGraph:
 MODEL = StepModel.fit({2: _sized(2), 4: _sized(4)})
 
 
+def predicted(predict: Predictor, size: int) -> Prediction:
+    """What is predicted, of a size that the model reaches."""
+    found = predict(size)
+    assert found is not None
+    return found
+
+
 @functools.cache
 def _model(name: str) -> StepModel:
     family = recorded_family(name)
@@ -36,7 +44,7 @@ def _model(name: str) -> StepModel:
 
 def test_throughput_of_everything_kept_is_that_of_the_ops() -> None:
     """Without a limit: 8 ops of 3 seconds at size 16, so 16 samples in 24 seconds, and the true peak."""
-    prediction = Predictor(MODEL, FAST, None)(16)
+    prediction = predicted(Predictor(MODEL, FAST, None), 16)
     true = plan(_sized(16), FAST, None)
     assert prediction == Prediction(
         batch_size=16,
@@ -49,17 +57,17 @@ def test_throughput_of_everything_kept_is_that_of_the_ops() -> None:
 
 def test_ranks_and_fixed_costs_count() -> None:
     """Four ranks give four times the samples; an optimizer's seconds lie on top."""
-    four = Predictor(MODEL, FAST, None, num_ranks=4, fixed_seconds=4.0)(16)
+    four = predicted(Predictor(MODEL, FAST, None, num_ranks=4, fixed_seconds=4.0), 16)
     assert four.samples_per_second == 4 * 16 / (24 + 4)
 
 
 def test_a_budget_costs_throughput_and_bounds_the_peak() -> None:
     """Below the plain peak a plan is needed: the peak is within the budget, and the step takes longer."""
-    free = Predictor(MODEL, DEVICE, None)(50)
+    free = predicted(Predictor(MODEL, DEVICE, None), 50)
     assert free.peak_bytes is not None
     assert free.samples_per_second is not None
     budget = free.peak_bytes - 5000
-    tight = Predictor(MODEL, DEVICE, budget)(50)
+    tight = predicted(Predictor(MODEL, DEVICE, budget), 50)
     assert tight.is_feasible
     assert tight.peak_bytes is not None
     assert tight.samples_per_second is not None
@@ -70,7 +78,7 @@ def test_a_budget_costs_throughput_and_bounds_the_peak() -> None:
 def test_an_infeasible_size_tells_what_it_needs() -> None:
     """No throughput, no peak; a budget of just the floor is feasible, one byte less is not."""
     floor = Predictor(MODEL, FAST, None).needed_bytes(50)
-    assert Predictor(MODEL, FAST, floor)(50).is_feasible
+    assert predicted(Predictor(MODEL, FAST, floor), 50).is_feasible
     predict = Predictor(MODEL, FAST, floor - 1)
     assert predict(50) == Prediction(batch_size=50, is_feasible=False, floor_bytes=floor)
 
@@ -86,7 +94,7 @@ def test_each_size_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(predictions, "plan", counted)
     predict = Predictor(MODEL, FAST, Predictor(MODEL, FAST, None).plain().needed_bytes(20))
     assert predict(10) is predict(10)
-    assert not predict(10_000).is_feasible
+    assert not predicted(predict, 10_000).is_feasible
     assert predict.largest_feasible(1, 4096) is not None
     assert calls == [10]
 
@@ -102,7 +110,7 @@ def test_more_effort_where_a_little_is_not_enough(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(predictions, "plan", noted)
     model = _model("lstm")
     budget = Predictor(model, A100, None).needed_bytes(64)
-    full = Predictor(model, A100, budget)(64)
+    full = predicted(Predictor(model, A100, budget), 64)
     assert efforts == [True, False]
     assert full.samples_per_second is not None
     assert full.samples_per_second >= 64 / plan(model.at(64), A100, budget, is_provisional=True).predicted_step_seconds
@@ -116,8 +124,8 @@ def test_the_largest_feasible_size_is_the_edge(policy: str) -> None:
     predict = Predictor(MODEL, FAST, 50_000, policy)
     largest = predict.largest_feasible(1, 4096)
     assert largest is not None
-    assert predict(largest).is_feasible
-    assert not predict(largest + 1).is_feasible
+    assert predicted(predict, largest).is_feasible
+    assert not predicted(predict, largest + 1).is_feasible
     assert predict.largest_feasible(1, largest) == largest
     assert predict.largest_feasible(1, largest - 3) == largest - 3
     assert predict.largest_feasible(largest, largest + 1) == largest
@@ -132,9 +140,31 @@ def test_plain_is_training_without_a_plan() -> None:
     assert edge is not None
     assert with_plan is not None
     assert edge < with_plan
-    assert plain(edge).samples_per_second == predict(edge).samples_per_second
-    assert plain(edge).peak_bytes == predict(edge).peak_bytes == plain.needed_bytes(edge)
-    assert not plain(edge + 1).is_feasible
+    assert predicted(plain, edge).samples_per_second == predicted(predict, edge).samples_per_second
+    assert predicted(plain, edge).peak_bytes == predicted(predict, edge).peak_bytes == plain.needed_bytes(edge)
+    assert not predicted(plain, edge + 1).is_feasible
+
+
+def test_throughput_is_that_of_the_trials_which_were_recorded() -> None:
+    """Their median by what is predicted of them is the scale of all; too few steps, or unlike ones, predict nothing."""
+    recorded_steps = {
+        size: Recorded(
+            planned=Planned(graph=_sized(size), device=FAST, plan=plan(_sized(size), FAST, None)), fixed_seconds=1.0,
+            policy="auto", budget_bytes=None,
+        )
+        for size in (2, 4)
+    }  # fmt: skip
+    plain = Predictor(MODEL, FAST, None, num_ranks=2, fixed_seconds=1.0)
+    ran = {size: 3 * (predicted(plain, size).samples_per_second or 0.0) for size in (2, 4)}
+    trials = [Trial(batch_size=size, is_ok=True, samples_per_second=speed) for size, speed in ran.items()]
+    found = Predictor.fit(recorded_steps, trials, num_ranks=2)
+    assert found is not None
+    speeds = {each.batch_size: each.samples_per_second for each in found.made}
+    assert speeds == pytest.approx(ran)
+    assert predicted(found, 16).samples_per_second == pytest.approx(
+        3 * (predicted(plain, 16).samples_per_second or 0.0)
+    )
+    assert Predictor.fit({2: recorded_steps[2]}, trials, num_ranks=2) is None
 
 
 def test_no_limit_means_any_size() -> None:

@@ -2,59 +2,38 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import import_from
 
-__all__ = ["loaders_in", "map_loaders", "num_samples", "resized", "sizes_of"]
-
-
-def mapped(found: Mapping[Any, Any], of: Callable[[Any, Any], Any]) -> Any:
-    """A mapping of the same kind, its values made anew from key and value."""
-    if type(found) is dict:
-        return {key: of(key, value) for key, value in found.items()}
-    made: Any = copy.copy(found)
-    for key, value in list(found.items()):
-        made[key] = of(key, value)
-    return made
+__all__ = ["all_resized", "loaders_in", "num_samples", "resized", "sizes_of"]
 
 
 def loaders_in(loaders: Any) -> list[DataLoader[Any]]:
-    """The DataLoaders in a collection of loaders, Lightning's CombinedLoader included."""
-    found: list[DataLoader[Any]] = []
-
-    def note(loader: DataLoader[Any]) -> DataLoader[Any]:
-        found.append(loader)
-        return loader
-
-    map_loaders(loaders, note)
-    return found
+    """The DataLoaders in a collection of loaders, Lightning's CombinedLoader included, which looks at these alike."""
+    iterables = loaders.iterables if _is_combined(loaders) else loaders
+    return [each for each in tree_leaves(iterables) if isinstance(each, DataLoader)]
 
 
-def map_loaders(loaders: Any, change: Callable[[DataLoader[Any]], DataLoader[Any]]) -> Any:
-    """The same collection of loaders, each DataLoader in it changed."""
-    if isinstance(loaders, DataLoader):
-        return change(loaders)
-    if isinstance(loaders, Mapping):
-        return mapped(loaders, lambda _, value: map_loaders(value, change))
-    if isinstance(loaders, (list, tuple)):
-        return type(loaders)(map_loaders(value, change) for value in loaders)
-    if type(loaders).__name__ == "CombinedLoader":
-        return type(loaders)(map_loaders(loaders.iterables, change), loaders._mode)
-    return loaders
+def all_resized(loaders: Any, batch_size: int, package: str) -> Any:
+    """The same collection of loaders, each DataLoader in it made again, cf. :func:`resized`."""
+    if _is_combined(loaders):
+        return type(loaders)(all_resized(loaders.iterables, batch_size, package), loaders._mode)
+    return tree_map_only(DataLoader, lambda loader: resized(loader, batch_size, package), loaders)
+
+
+def _is_combined(loaders: Any) -> bool:
+    return type(loaders).__name__ == "CombinedLoader"
 
 
 def num_samples(loaders: list[DataLoader[Any]], batch_size: int = 1) -> int | None:
     """Samples that a rank can draw in an epoch; None where a loader does not know its length.
 
-    Args:
-        loaders: Of the run.
-        batch_size: Samples in an item of a data set that makes the batches itself.
+    Of a data set that makes the batches itself an item has as many as a batch.
     """
     lengths = []
     for loader in loaders:
@@ -67,14 +46,9 @@ def num_samples(loaders: list[DataLoader[Any]], batch_size: int = 1) -> int | No
 
 
 def resized(loader: DataLoader[Any], batch_size: int, package: str) -> DataLoader[Any]:
-    """Make a DataLoader like another one, but of another batch size.
+    """Make a DataLoader like a user's, but of another batch size, by the rules of a Lightning package for that.
 
     Data set, sampler, workers, collation, generator and all else are kept.
-
-    Args:
-        loader: The loader as the user made it.
-        batch_size: Of the new one.
-        package: The Lightning package whose rules for making loaders again are used.
 
     Raises:
         TuningError: The loader cannot be made again, or does not batch.
@@ -113,10 +87,9 @@ def _resized_sampler(sampler: Any, batch_size: int) -> Any:
     return sampler
 
 
-def sizes_of(loaders: list[DataLoader[Any]]) -> list[int]:
-    """The batch sizes of those loaders that tell."""
-    found = (
+def sizes_of(loaders: list[DataLoader[Any]]) -> list[Any]:
+    """The batch size of each loader, or of its batch sampler; None where neither tells."""
+    return [
         loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
         for loader in loaders
-    )
-    return [size for size in found if size is not None]
+    ]

@@ -8,24 +8,18 @@ found by its length, which is still the old one.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from lightning_offload.callbacks.tuning.trainer_facts import accumulation_schedule
+from lightning_offload.callbacks.tuning.result import TuningResult
+from lightning_offload.callbacks.tuning.trainer_facts import accumulation_of, accumulation_schedule, replaced
 from lightning_offload.errors import TuningError
 
-__all__ = [
-    "StepLimits",
-    "check_lengths",
-    "is_number_of_batches",
-    "run_batches",
-    "run_steps",
-    "scaled_steps",
-    "schedule_lengths",
-    "steps_left",
-]
+__all__ = ["RunLength", "StepLimits", "check_lengths", "is_number_of_batches", "run_batches", "schedule_lengths"]
 
 _LIMITS = ("max_steps", "min_steps")
 _LENGTHS = ("total_steps", "T_max", "total_iters")
@@ -34,33 +28,42 @@ _KEYWORDS = ("num_training_steps", "total_steps", "max_steps", "num_steps")
 _ABOUT = 0.05  # share of the run: a schedule of nearly its length is meant to be as long
 
 
-def run_steps(trainer: Any) -> float:
-    """Optimizer steps of the run as it is configured; infinite where that is not known."""
-    if accumulation_schedule(trainer) is not None:
-        return math.inf
-    number: float = trainer.estimated_stepping_batches
-    return number if number > 0 else math.inf
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLength:
+    """Optimizer steps of a run as it is configured.
+
+    Attributes:
+        total: Of all of it; infinite where that is not known.
+        left: Those that are left, where the run goes on from a checkpoint.
+        done: Those that were made before, with whatever batch.
+    """
+
+    total: float = math.inf
+    left: float = math.inf
+    done: int = 0
+
+    @classmethod
+    def of(cls, trainer: Any) -> RunLength:
+        """Look at a Trainer at the start of a fit; may make its loaders."""
+        checkpoint = trainer._checkpoint_connector._loaded_checkpoint
+        done = int(checkpoint.get("global_step", 0))
+        is_known = accumulation_schedule(trainer) is None and trainer.estimated_stepping_batches > 0
+        if not is_known:
+            return cls(done=done)
+        total = left = float(trainer.estimated_stepping_batches)
+        if checkpoint and trainer.max_steps != -1:
+            left = min(left, trainer.max_steps - done)
+        if checkpoint and math.isfinite(batches := run_batches(trainer)):
+            # of today's batch, though the epochs before may have had another
+            share = 1 - checkpoint.get("epoch", 0) / max(1, trainer.max_epochs)
+            left = min(left, math.ceil(share * batches / trainer.accumulate_grad_batches))
+        return cls(total=total, left=max(0.0, left), done=done)
 
 
 def run_batches(trainer: Any) -> float:
     """Batches of the run, whatever is accumulated; infinite where that is not known."""
     is_limited = trainer.max_epochs is not None and trainer.max_epochs >= 0
     return float(trainer.num_training_batches * max(1, trainer.max_epochs)) if is_limited else math.inf
-
-
-def steps_left(trainer: Any, total: float) -> float:
-    """How many optimizer steps are left of so many, where the run goes on from a checkpoint."""
-    checkpoint = trainer._checkpoint_connector._loaded_checkpoint
-    if not checkpoint or not math.isfinite(total):
-        return total
-    left = total
-    if trainer.max_steps != -1:
-        left = min(left, trainer.max_steps - checkpoint.get("global_step", 0))
-    batches = run_batches(trainer)
-    if math.isfinite(batches):  # of today's batch, though the epochs before may have had another
-        share = 1 - checkpoint.get("epoch", 0) / max(1, trainer.max_epochs)
-        left = min(left, math.ceil(share * batches / trainer.accumulate_grad_batches))
-    return max(0.0, float(left))
 
 
 def scaled_steps(num_steps: int, ratio: Fraction, done: int = 0) -> int:
@@ -85,81 +88,63 @@ class StepLimits:
     """The Trainer's limits in steps and batches, and its accumulation: changed for a fit and put back after it."""
 
     def __init__(self) -> None:
-        self._before: dict[str, Any] = {}
+        self._changes = contextlib.ExitStack()
 
-    def scale(self, trainer: Any, ratio: Fraction, size_ratio: Fraction, done: int = 0) -> str:
+    def set(self, trainer: Any, result: TuningResult) -> str:
         """Set the limits for another batch; tell what was changed, in a sentence without its full stop.
 
         Args:
             trainer: At the start of a fit.
-            ratio: The new effective batch by the configured one.
-            size_ratio: The new batch of a rank by the configured one.
-            done: Steps that were made before.
+            result: Has the new batch and the configured one, of a rank and of an optimizer step.
         """
-        told = []
+        if accumulation_of(trainer) == result.configured_accumulation != result.accumulation:
+            self._change(trainer, "accumulate_grad_batches", result.accumulation)
+        told, loop = [], trainer.fit_loop.epoch_loop
         for name in _LIMITS:
-            before = getattr(trainer.fit_loop.epoch_loop, name)
-            if before is None or before == (after := scaled_steps(before, ratio, done)):
+            before = getattr(loop, name)
+            if before is None or before == (after := scaled_steps(before, result.batch_ratio, result.first_step)):
                 continue
-            self._set(trainer, name, after)
+            self._change(loop, name, after)
             told.append(f"{name} is {after}, which is as many samples as {before} steps of the configured batch")
         limit = trainer.limit_train_batches
-        if is_number_of_batches(limit) and (scaled := scaled_steps(limit, size_ratio)) != limit:
-            self._set(trainer, "limit_train_batches", scaled)
+        if is_number_of_batches(limit) and (scaled := scaled_steps(limit, result.size_ratio)) != limit:
+            self._change(trainer, "limit_train_batches", scaled)
             told.append(f"limit_train_batches is {scaled}, which is as many samples as {limit} batches as configured")
         return "; ".join(told)
 
-    def accumulate(self, trainer: Any, number: int) -> None:
-        """Set how many micro-batches are accumulated."""
-        if number != trainer.accumulate_grad_batches:
-            self._set(trainer, "accumulate_grad_batches", number)
-
-    def put_back(self, trainer: Any) -> None:
+    def put_back(self) -> None:
         """Set what the user gave."""
-        for name, before in self._before.items():
-            setattr(_holder_of(name, trainer), name, before)
-        self._before.clear()
+        self._changes.close()
 
-    def _set(self, trainer: Any, name: str, value: int) -> None:
-        holder = _holder_of(name, trainer)
-        self._before.setdefault(name, getattr(holder, name))
-        setattr(holder, name, value)
+    def _change(self, holder: Any, name: str, value: int) -> None:
+        self._changes.enter_context(replaced(holder, **{name: value}))
 
 
-def _holder_of(name: str, trainer: Any) -> Any:
-    return trainer.fit_loop.epoch_loop if name in _LIMITS else trainer
+def schedule_lengths(configs: Sequence[Any]) -> list[tuple[str, float]]:
+    """The names and lengths, in steps, of the schedules that count optimizer steps, by Lightning's configs."""
+    return [found for config in configs if config.interval == "step" for found in _lengths(config.scheduler)]
 
 
-def schedule_lengths(configs: Sequence[Any]) -> dict[str, float]:
-    """The lengths, in steps, of the schedules that count optimizer steps: where each comes from, and how long it is.
-
-    Args:
-        configs: Lightning's, one for each scheduler.
-    """
-    found: dict[str, float] = {}
-    for number, config in enumerate(configs):
-        if config.interval == "step":
-            found.update(_lengths(config.scheduler, f"{number} "))
-    return found
-
-
-def _lengths(scheduler: Any, place: str) -> dict[str, float]:
-    where = f"{place}{type(scheduler).__name__}"
-    found: dict[str, float] = {}
-    for name in _LENGTHS:
-        value = getattr(scheduler, name, None)
+def _lengths(scheduler: Any) -> Iterator[tuple[str, float]]:
+    keywords = [getattr(function, "keywords", None) or {} for function in getattr(scheduler, "lr_lambdas", ())]
+    places = [
+        *((name, getattr(scheduler, name, None)) for name in _LENGTHS),
+        *((name, given.get(name)) for given in keywords for name in _KEYWORDS),
+    ]
+    for name, value in places:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            found[f"{where}.{name}"] = value
-    for index, function in enumerate(getattr(scheduler, "lr_lambdas", ())):
-        keywords = getattr(function, "keywords", None) or {}
-        found.update({f"{where}.{key}[{index}]": keywords[key] for key in _KEYWORDS if key in keywords})
-    for index, part in enumerate(getattr(scheduler, "_schedulers", ())):
-        found.update(_lengths(part, f"{where}[{index}] "))
-    return found
+            yield f"{type(scheduler).__name__}.{name}", value
+    for part in getattr(scheduler, "_schedulers", ()):
+        yield from _lengths(part)
 
 
 def check_lengths(
-    before: dict[str, float], after: dict[str, float], *, num_steps: float, ratio: Fraction, done: int = 0
+    before: Sequence[tuple[str, float]],
+    after: Sequence[tuple[str, float]],
+    *,
+    num_steps: float,
+    ratio: Fraction,
+    done: int = 0,
 ) -> None:
     """See that schedules have the length of the run that begins.
 
@@ -178,9 +163,8 @@ def check_lengths(
     num_after = scaled_steps(int(num_steps), ratio, done)
     if abs(num_after - num_steps) <= _ABOUT * num_steps:
         return
-    for where, length in after.items():
-        if before.get(where) == length and abs(length - num_steps) <= _ABOUT * num_steps:
-            name = where.rpartition(" ")[2].partition("[")[0]
+    for name, length in after:
+        if (name, length) in before and abs(length - num_steps) <= _ABOUT * num_steps:
             raise TuningError(
                 f"{name} is {length:g} steps, the length of the run with the configured batch size, and with the found"
                 f" one it has {num_after:g}: read self.trainer.estimated_stepping_batches in configure_optimizers(),"

@@ -8,11 +8,10 @@ larger batch, from the gradient noise scale. *throughput*: samples per second, w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-from lightning_offload.callbacks.tuning.options import FinderOptions
+from lightning_offload.callbacks.tuning.targets import Fit
 from lightning_offload.callbacks.tuning.trainer_facts import accumulation_of, accumulation_schedule
 from lightning_offload.errors import TuningError
 
@@ -21,7 +20,6 @@ __all__ = ["Objective", "objective_of"]
 KEEP: Final = "keep_effective_batch"
 GOODPUT: Final = "goodput"
 THROUGHPUT: Final = "throughput"
-LARGEST: Final = 1 << 31  # samples: more than any device holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,15 +28,17 @@ class Objective:
 
     Attributes:
         name: "keep_effective_batch", "goodput" or "throughput".
+        base_size: The configured size.
         configured_accumulation: Micro-batches of an optimizer step, as the user gave them.
         samples_per_rank: What a rank sees in an optimizer step, where that is kept; None where the size changes it.
-        sizes: Those that may be tried, ascending; None for all.
+        multiple_of: Sizes other than the configured one are multiples of this.
     """
 
     name: str
-    configured_accumulation: int
+    base_size: int
+    configured_accumulation: int = 1
     samples_per_rank: int | None = None
-    sizes: Sequence[int] | None = None
+    multiple_of: int = 1
 
     def accumulation(self, batch_size: int) -> int:
         """Micro-batches of an optimizer step with a size."""
@@ -46,46 +46,47 @@ class Objective:
             return self.configured_accumulation
         return max(1, self.samples_per_rank // batch_size)
 
+    def sizes(self, largest: int) -> list[int] | None:
+        """The sizes up to a limit that may be tried, ascending, and the configured one; None for all."""
+        kept, step = self.samples_per_rank, self.multiple_of
+        if kept is None and step == 1:
+            return None
+        multiples = range(step, min(largest, kept or largest) + 1, step)
+        return sorted({self.base_size, *(size for size in multiples if kept is None or kept % size == 0)})
 
-def objective_of(trainer: Any, module: Any, options: FinderOptions, base_size: int) -> Objective:
-    """Settle what a search is for.
 
-    Args:
-        trainer: At the start of a fit.
-        module: The model.
-        options: What the user asked for; "auto" keeps the effective batch where that leaves room for a larger
-            micro-batch, and is for goodput otherwise.
-        base_size: The configured size.
+def objective_of(fit: Fit) -> Objective:
+    """Settle what the search of a fit is for.
+
+    "auto" keeps the effective batch where that leaves room for a larger micro-batch, and is for goodput otherwise.
 
     Raises:
         TuningError: The effective batch is to be kept and cannot be.
     """
-    accumulation = accumulation_of(trainer)
-    kept = _kept(trainer, module, options, base_size, accumulation)
+    options, base_size, accumulation = fit.options, fit.targets.base_size, accumulation_of(fit.trainer)
+    kept = _kept(fit, accumulation)
     if options.objective == KEEP or (options.objective == "auto" and isinstance(kept, int) and kept > base_size):
         if isinstance(kept, str):
             raise TuningError(f"objective={KEEP!r} is not possible: {kept}")
-        sizes = [size for size in range(1, kept + 1) if kept % size == 0 and _is_multiple(size, options, base_size)]
-        return Objective(name=KEEP, configured_accumulation=accumulation, samples_per_rank=kept, sizes=sizes)
+        return Objective(
+            name=KEEP, base_size=base_size, configured_accumulation=accumulation, samples_per_rank=kept,
+            multiple_of=options.multiple_of,
+        )  # fmt: skip
     name = GOODPUT if options.objective == "auto" else options.objective
-    sizes_of_a_multiple = None
-    if options.multiple_of > 1:
-        sizes_of_a_multiple = range(options.multiple_of, LARGEST, options.multiple_of)
-    return Objective(name=name, configured_accumulation=accumulation, sizes=sizes_of_a_multiple)
+    return Objective(
+        name=name, base_size=base_size, configured_accumulation=accumulation, multiple_of=options.multiple_of
+    )  # fmt: skip
 
 
-def _is_multiple(size: int, options: FinderOptions, base_size: int) -> bool:
-    return size % options.multiple_of == 0 or size == base_size
-
-
-def _kept(trainer: Any, module: Any, options: FinderOptions, base_size: int, accumulation: int) -> int | str:
+def _kept(fit: Fit, accumulation: int) -> int | str:
     """The samples that a rank is to go on seeing in an optimizer step, or why there are none."""
-    if not module.automatic_optimization:
+    trainer, base_batch = fit.trainer, fit.options.base_batch_size
+    if not fit.module.automatic_optimization:
         return "with manual optimization the model accumulates by itself"
     if accumulation_schedule(trainer) is not None:
         return "a GradientAccumulationScheduler sets the accumulation"
-    if options.base_batch_size is None:
-        return base_size * accumulation
-    if options.base_batch_size % trainer.world_size:
-        return f"base_batch_size={options.base_batch_size} is no multiple of the {trainer.world_size} ranks"
-    return options.base_batch_size // int(trainer.world_size)
+    if base_batch is None:
+        return fit.targets.base_size * accumulation
+    if base_batch % trainer.world_size:
+        return f"base_batch_size={base_batch} is no multiple of the {trainer.world_size} ranks"
+    return base_batch // int(trainer.world_size)

@@ -31,9 +31,8 @@ class AdvancedTuning:
         warmup_steps: Steps before them that are not.
         tolerance: How far below the best throughput the chosen size may be, as a fraction of it.
         base_batch_size: Effective batch that the configured rate is for; by default the configured one.
-        lr_warmup_steps: Optimizer steps over which a raised rate is reached; by default twice as many as gradients took
-            to settle in the pilot, or 50 where there was none, or a tenth of the run where that is less. 0 for no
-            warm-up. A rate that is not scaled up is not warmed up.
+        lr_warmup_steps: Optimizer steps over which a raised rate is reached; by default 50, or a tenth of the run where
+            that is less. 0 for no warm-up. A rate that is not scaled up is not warmed up.
         max_lr_factor: By how much the rate may be raised at most; by default 16 where the noise scale is measured, and
             8 where it is not.
         max_data_share: The largest effective batch, as a share of the data set.

@@ -12,23 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from lightning_offload.callbacks.tuning.options import FinderOptions
-from lightning_offload.callbacks.tuning.targets import Targets, batch_of_rate
-from lightning_offload.tuning.learning_rate import (
-    RULES,
-    check_rate,
-    has_step_hooks,
-    is_adam_like,
-    resolved_rule,
-    scale_optimizer,
-    scale_scheduler,
-    unwrapped,
-)
+from lightning_offload.callbacks.tuning.targets import Fit, batch_of_rate
+from lightning_offload.tuning.learning_rate import RULES, Place, has_step_hooks, is_adam_like, resolved_rule
 from lightning_offload.tuning.noise_scale import NoiseScale, likely_efficiency
 
-__all__ = ["Place", "ScaledRate", "base_rates", "is_resumed", "scale_groups", "scaled_rate", "stragglers"]
+__all__ = ["ScaledRate", "base_rates", "is_resumed", "scaled_rate", "stragglers"]
 
 _MOST_BY_RULE, _MOST_BY_NOISE = 8.0, 16.0
 """By how much a rate is raised at most: where only a rule says how much, and where the noise scale does too."""
@@ -37,9 +26,6 @@ _LEFT_ALONE = (
     "EfficientBatchSizeFinder leaves the learning rate alone: the checkpoint's optimizers and schedulers go on with"
     " theirs. Start from weights alone to have it scaled."
 )
-
-Place = tuple[int, int]
-"""A parameter group: the number of its optimizer, and its own there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,29 +47,11 @@ class ScaledRate:
     warnings: tuple[str, ...]
 
 
-def scaled_rate(
-    trainer: Any,
-    module: Any,
-    options: FinderOptions,
-    targets: Targets,
-    *,
-    effective: int,
-    configured: int,
-    noise: NoiseScale | None,
-) -> ScaledRate:
-    """Scale the rate for a batch, as far as it may be raised.
-
-    Args:
-        trainer: At the start of a fit.
-        module: The model.
-        options: What the user asked for.
-        targets: Where the rate is kept.
-        effective: The effective batch to come, in samples.
-        configured: The one that is configured.
-        noise: The noise scale, where it was measured.
-    """
+def scaled_rate(fit: Fit, *, effective: int, configured: int, noise: NoiseScale | None) -> ScaledRate:
+    """Scale the rate for an effective batch to come, from that for the configured one, as far as it may be raised."""
+    trainer, options, targets = fit.trainer, fit.options, fit.targets
     # of a rate that a tuning has set, that tuning knows; the configured batch may be another one again
-    base = options.base_batch_size or batch_of_rate(module, targets) or configured
+    base = options.base_batch_size or batch_of_rate(fit.module, targets) or configured
     rule = resolved_rule(options.lr_scaling, trainer.optimizers)
     warnings = []
     if effective != base and rule != "none" and is_resumed(trainer):
@@ -97,14 +65,17 @@ def scaled_rate(
     factor, note = _allowed_factor(trainer, options, RULES[rule](ratio), is_measured=noise is not None)
     adaptive: dict[str, None] = {}
     if rule == "linear" and factor != 1:
-        adaptive = dict.fromkeys(type(unwrapped(each)).__name__ for each in trainer.optimizers if is_adam_like(each))
+        adaptive = dict.fromkeys(type(each).__name__ for each in trainer.optimizers if is_adam_like(each))
     if adaptive:
         warnings.append(
             f"the learning rate is scaled linearly, by {factor:.3g}, which suits SGD; for {', '.join(adaptive)} the"
             f" square root of the batch's ratio ({math.sqrt(factor):.3g}) is usually right: lr_scaling='sqrt'"
         )
-    rate = targets.base_rate if targets.base_rate is not None else _first_rate(trainer.optimizers)
-    return ScaledRate(lr=check_rate(rate * factor), factor=factor, base_batch=base, note=note, warnings=tuple(warnings))
+    rate = targets.base_rate
+    if rate is None:  # that of the first group, at the top of its schedule, stands for all
+        group = trainer.optimizers[0].param_groups[0]
+        rate = float(group.get("max_lr", group.get("initial_lr", group["lr"])))
+    return ScaledRate(lr=rate * factor, factor=factor, base_batch=base, note=note, warnings=tuple(warnings))
 
 
 def _allowed_factor(trainer: Any, options: FinderOptions, wanted: float, *, is_measured: bool) -> tuple[float, str]:
@@ -128,27 +99,13 @@ def is_resumed(trainer: Any) -> bool:
     return bool(trainer._checkpoint_connector._loaded_checkpoint.get("optimizer_states"))
 
 
-def base_rates(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[float]]:
+def base_rates(optimizers: Sequence[Any]) -> list[list[float]]:
     """The rates of all groups, by optimizer, before any scheduler has changed them."""
     return [[float(g.get("initial_lr", g["lr"])) for g in optimizer.param_groups] for optimizer in optimizers]
 
 
-def _first_rate(optimizers: Sequence[torch.optim.Optimizer]) -> float:
-    """The rate that stands for all: that of the first group, at the top of its schedule."""
-    group = optimizers[0].param_groups[0]
-    return float(group.get("max_lr", group.get("initial_lr", group["lr"])))
-
-
-def stragglers(
-    optimizers: Sequence[torch.optim.Optimizer], before: list[list[float]], factor: float
-) -> tuple[Place, ...]:
-    """The groups whose rates did not follow the model's.
-
-    Args:
-        optimizers: As they were made after the rate was set.
-        before: :func:`base_rates` before the rate was set.
-        factor: By which the rate changed.
-    """
+def stragglers(optimizers: Sequence[Any], before: list[list[float]], factor: float) -> tuple[Place, ...]:
+    """The groups whose rates did not follow the model's when that was scaled; `before` are :func:`base_rates`."""
     if factor == 1.0:
         return ()
     return tuple(
@@ -157,17 +114,3 @@ def stragglers(
         for index, (rate, was) in enumerate(zip(new, old, strict=True))
         if was and math.isclose(rate, was, rel_tol=1e-9)
     )
-
-
-def scale_groups(
-    optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any], places: Sequence[Place], factor: float
-) -> None:
-    """Scale some groups, with what their schedulers have derived from their rates."""
-    for number, optimizer in enumerate(optimizers):
-        groups = [index for of, index in places if of == number]
-        if not groups:
-            continue
-        scale_optimizer(optimizer, factor, groups)
-        for scheduler in schedulers:
-            if getattr(scheduler, "optimizer", None) is optimizer:
-                scale_scheduler(scheduler, factor, groups)

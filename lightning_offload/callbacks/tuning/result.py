@@ -50,8 +50,8 @@ class TuningResult(Printed):
         objective: What was to be best: "keep_effective_batch", "goodput" or "throughput".
         noise_scale: The gradient noise scale, in samples; None where it was not measured.
         noise_scale_interval: The values that it may have, with a probability of 95%.
-        warmup_steps: How many optimizer steps a raised rate is warmed up for by what the pilot shows, unless the user
-            or the length of the run says otherwise; None without a pilot.
+        warmup_steps: Optimizer steps over which a raised rate is reached; None before training begins, and where it is
+            not raised or not warmed up.
         expected_speedup: How many times as early the run is expected to end for the same progress with
             `found_batch_size`, tuning included but for objective "throughput"; None where that is not known.
         expected_interval: Where that surely lies, by the noise of the trials and of the noise scale.
@@ -320,13 +320,7 @@ def save_plots(result: TuningResult, folder: str | os.PathLike[str], package: st
 
 
 def tell_kept(package: str, error: Exception, batch_size: int | None = None) -> None:
-    """Tell in one line that a run goes on as configured since tuning failed, on rank zero.
-
-    Args:
-        package: The Lightning package of the run.
-        error: Why.
-        batch_size: The configured one, where it is known.
-    """
+    """Tell in one line that a run goes on as configured since tuning failed, on rank zero."""
     why = "".join(str(error).strip().splitlines()[:1])
     kind = "" if isinstance(error, TuningError) else f"{type(error).__name__}: "
     size = f"the configured {batch_size}" if batch_size is not None else "what is configured"
@@ -335,14 +329,7 @@ def tell_kept(package: str, error: Exception, batch_size: int | None = None) -> 
 
 
 def show(result: TuningResult, trainer: Any, package: str, plot_dir: str | os.PathLike[str] | None) -> None:
-    """Show a result, on rank zero.
-
-    Args:
-        result: What was found.
-        trainer: Of the fit.
-        package: The Lightning package of it.
-        plot_dir: Folder for the plots; None for none.
-    """
+    """Show a result, on rank zero, with plots where there is a folder for them."""
     if not trainer.is_global_zero:
         return
     from rich import get_console

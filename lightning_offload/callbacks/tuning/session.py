@@ -1,67 +1,56 @@
-"""One tuning of one fit: checks, records, searches, restores, and sets what was found.
+"""One tuning of one fit: checks, searches, restores, and sets what was found.
 
 A session begins right before Lightning makes the optimizers, where it notes the state that training is to begin from,
 and runs when they are made and the model is on its device. At the end the state is put back, the values are set, and
 the optimizers are made once more, under the random state and on the dataloaders that an untuned run would have.
+
+With several ranks all make the same trials, and rank zero decides: by its clock, its predictions, and its look at the
+batches.
 """
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import gc
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_offload.callbacks.tuning.data import Bounds, Look, TrialData, end_workers
 from lightning_offload.callbacks.tuning.length import (
+    RunLength,
     StepLimits,
     check_lengths,
     run_batches,
-    run_steps,
     schedule_lengths,
-    steps_left,
 )
-from lightning_offload.callbacks.tuning.lengths import Lengths
-from lightning_offload.callbacks.tuning.objective import GOODPUT, LARGEST, THROUGHPUT, Objective, objective_of
-from lightning_offload.callbacks.tuning.options import FinderOptions
+from lightning_offload.callbacks.tuning.objective import GOODPUT, THROUGHPUT, Objective, objective_of
 from lightning_offload.callbacks.tuning.pilot import PilotPlan, pilot_plan, shortest_pilot, why_no_noise_scale
 from lightning_offload.callbacks.tuning.rates import (
-    Place,
     ScaledRate,
     base_rates,
     is_resumed,
-    scale_groups,
     scaled_rate,
     stragglers,
 )
 from lightning_offload.callbacks.tuning.result import TuningResult, search_shown, tell_kept
-from lightning_offload.callbacks.tuning.sampling import Bounds, TrialData, end_workers
-from lightning_offload.callbacks.tuning.targets import Targets, with_rate_of_now
-from lightning_offload.callbacks.tuning.trials import NUM_LEARNING_STEPS, LightningHost, Start
+from lightning_offload.callbacks.tuning.targets import Fit, Targets, with_rate_of_now
+from lightning_offload.callbacks.tuning.trials import NUM_LEARNING_STEPS, LightningHost
 from lightning_offload.capture.live import heap_set_aside
-from lightning_offload.errors import BudgetInfeasibleError, TuningError
+from lightning_offload.errors import BudgetInfeasibleError, OffloadError, TuningError
 from lightning_offload.lightning_packages import rank_zero
 from lightning_offload.plugins.out_of_memory import release_frames
 from lightning_offload.tensors.compiled_code import may_run
 from lightning_offload.tuning.acquisition import Space
-from lightning_offload.tuning.gates import LEAST_SPEEDUP, Choice, Speedup, choose, speedup_of
-from lightning_offload.tuning.learning_rate import shown_warmup_steps
-from lightning_offload.tuning.noise_scale import (
-    NoiseScale,
-    estimate_noise_scale,
-    likely_efficiency,
-    settled_after,
-)
-from lightning_offload.tuning.predictions import Predictions
-from lightning_offload.tuning.ranks import Coordinator, GlooCoordinator
+from lightning_offload.tuning.gates import LEAST_SPEEDUP, Choice, choose, expected_speedups
+from lightning_offload.tuning.learning_rate import Place, scale_groups
+from lightning_offload.tuning.noise_scale import NoiseScale, estimate_noise_scale, likely_efficiency
+from lightning_offload.tuning.predictions import Predictor
 from lightning_offload.tuning.runner import TrialRunner, TrialSettings
 from lightning_offload.tuning.search import SearchResult
-from lightning_offload.tuning.trial import Prediction, Trial
+from lightning_offload.tuning.trial import Trial
 from lightning_offload.units import format_seconds
 
 __all__ = ["Session"]
@@ -69,14 +58,13 @@ __all__ = ["Session"]
 _TUNING_SHARE = 0.02
 """Of a run, the most that a pilot may take, and the most that trials may."""
 _LEAST_SECONDS = 1.0
-"""What a tuning takes at least: recording, looking through the heap and deciding are no trials."""
+"""What a tuning takes at least: making loaders, looking through the heap and deciding are no trials."""
 _THROUGHPUT_SECONDS = 60.0
 """What trials may take in a run of any length, where throughput was asked for."""
 _WORTH_A_WORD = 1.1
 """How many times the samples per second are told of where they are not taken."""
 _LEAST_BATCHES = 128
 """Of a pilot that was asked for, or of a run whose length is not known."""
-_MANY = 1 << 16  # sizes above the base that are searched
 _TRAINER_STATE = ("val_check_batch", "should_stop", "_train_start_time", "_last_val_time")
 
 
@@ -84,50 +72,33 @@ class Session:
     """One tuning at the start of a fit: what is tried, in which order, and what is set in the end.
 
     Args:
-        options: What the user asked for.
-        targets: What is to be set.
-        trainer: At the start of a fit.
-        module: The model.
-        start: What the training is to begin from.
+        fit: It begins.
         limits: The Trainer's limits in steps, which are set for what is found.
-        clock: Tells seconds.
         is_visible: Whether this rank shows progress.
         is_alone: Whether no training follows.
     """
 
-    def __init__(
-        self,
-        options: FinderOptions,
-        targets: Targets,
-        trainer: Any,
-        module: Any,
-        *,
-        start: Start,
-        limits: StepLimits,
-        clock: Callable[[], float],
-        is_visible: bool,
-        is_alone: bool,
-    ) -> None:
-        self._objective = Objective(name=THROUGHPUT, configured_accumulation=1)
-        self._noise: NoiseScale | None = None
-        self._warmup_steps: int | None = None  # as the pilot shows
-        self._lengths: Lengths | None = None  # where they vary
-        self._shares: dict[int, float] = {}  # what a mean step takes, by one of a trial
-        self._warnings: tuple[str, ...] = ()  # of what is set
-        self._pilot_seconds = 0.0
-        self._most: int | None = None  # the largest size, where the configured one does not fit
-        self._began = clock()
+    def __init__(self, fit: Fit, limits: StepLimits, *, is_visible: bool, is_alone: bool) -> None:
+        self._fit, self._limits, self._is_visible, self._is_alone = fit, limits, is_visible, is_alone
+        self._options, self._trainer, self._module = fit.options, fit.trainer, fit.module
+        self._agreement, self._start, self._clock = fit.agreement, fit.start, fit.clock
+        self._began = fit.clock()
         # who only tunes has asked for it, however long it takes
-        self._is_limited = options.max_seconds is None and not is_alone
-        self._limits = limits
-        self._num_steps = self._total_steps = math.inf  # that are left of the run, and of all of it
-        self._first_step = 0
-        self._options, self._targets, self._is_alone = options, targets, is_alone
-        self._trainer, self._module = trainer, module
-        self._clock, self._is_visible = clock, is_visible
-        self._agreement = Coordinator() if trainer.world_size == 1 else GlooCoordinator()
-        self._start = start
-        self._trainer_state = {name: getattr(trainer, name) for name in _TRAINER_STATE if hasattr(trainer, name)}
+        self._is_limited = fit.options.max_seconds is None and not is_alone
+        self._trainer_state = {
+            name: getattr(fit.trainer, name) for name in _TRAINER_STATE if hasattr(fit.trainer, name)
+        }
+        self._length = RunLength()
+        self._objective = Objective(name=THROUGHPUT, base_size=fit.targets.base_size)
+        self._look: Look | None = None  # at the batches
+        self._noise: NoiseScale | None = None
+        self._most: int | None = None  # the largest size of the search, by the pilot
+        self._pilot_seconds = 0.0
+        self._warnings: tuple[str, ...] = ()  # of what is set
+
+    @property
+    def _targets(self) -> Targets:
+        return self._fit.targets
 
     def run(self) -> TuningResult | None:
         """Tune; whatever happens, the state is as it was, and the model is set as found or as it was.
@@ -138,7 +109,7 @@ class Session:
         Raises:
             TuningError: There is nothing to tune, or no size fits, and that ends the fit.
         """
-        self._targets = with_rate_of_now(self._targets)
+        self._fit = dataclasses.replace(self._fit, targets=with_rate_of_now(self._targets))
         before = base_rates(self._trainer.optimizers)
         lengths = schedule_lengths(self._trainer.strategy.lr_scheduler_configs)
         try:
@@ -146,20 +117,18 @@ class Session:
                 result = self._tuned()
             self._restore()
             self._targets.apply(self._trainer, result.batch_size, result.lr)
-            if result.accumulation != result.configured_accumulation:
-                self._limits.accumulate(self._trainer, result.accumulation)
-            told = self._limits.scale(self._trainer, result.batch_ratio, result.size_ratio, result.first_step)
+            told = self._limits.set(self._trainer, result)
             places = self._make_optimizers(before, result.lr_factor)
             check_lengths(
                 lengths,
                 schedule_lengths(self._trainer.strategy.lr_scheduler_configs),
-                num_steps=self._total_steps,
+                num_steps=self._length.total,
                 ratio=result.batch_ratio,
                 done=result.first_step,
             )
         except BaseException as error:
             # what a user does next begins from a model that was not trained
-            self._limits.put_back(self._trainer)
+            self._limits.put_back()
             self._restore()
             self._targets.apply(self._trainer, self._targets.base_size, self._targets.base_rate)
             if not (isinstance(error, Exception) and self._goes_on_after(error)):
@@ -170,8 +139,7 @@ class Session:
             return None
         for warning in self._warnings:
             rank_zero(self._targets.package, "warn", warning)
-        note = " ".join(filter(None, (result.note, f"{told}." if told else "")))
-        return dataclasses.replace(result, scaled_groups=places, note=note)
+        return dataclasses.replace(result, scaled_groups=places, note=_sentences(result.note.rstrip("."), told))
 
     def _goes_on_after(self, error: Exception) -> bool:
         """Whether the fit goes on as configured: with several ranks after what all of them know of."""
@@ -179,72 +147,73 @@ class Session:
             return False
         return self._trainer.world_size == 1 or isinstance(error, TuningError) or error is self._agreement.told
 
-    # ---- searching
+    # ---- the way of a tuning
 
     def _tuned(self) -> TuningResult:
-        options = self._options
+        agreement, base = self._agreement, self._targets.base_size
         self._check_optimizers()
-        self._first_step = int(self._trainer._checkpoint_connector._loaded_checkpoint.get("global_step", 0))
-        total = self._agreement.together(lambda: run_steps(self._trainer), "making the train dataloader")
-        self._total_steps, self._num_steps = self._agreement.broadcast((total, steps_left(self._trainer, total)))
-        self._objective = objective_of(self._trainer, self._module, options, self._targets.base_size)
-        why = self._too_short()  # by counts alone, before anything is read
-        if why:
-            return self._kept(why)
-        data = self._agreement.together(
-            lambda: TrialData(options, self._targets, self._trainer), "reading a batch of the train dataloader"
+        self._length = agreement.broadcast(
+            agreement.together(lambda: RunLength.of(self._trainer), "making the train dataloader")
         )
-        self._lengths = data.lengths
-        bounds = data.bounds(self._module, self._agreement, self._objective)
-        host = LightningHost(
-            self._trainer, self._module, self._targets.package, start=self._start, data=data,
-            agreement=self._agreement, known_size=self._targets.base_size,
-            allow_oom=options.allow_oom, accumulation=self._objective.accumulation, clock=self._clock,
-        )  # fmt: skip
+        self._objective = objective_of(self._fit)
+        if why := self._too_short():  # by counts alone, before anything is read
+            return self._kept(why)
+        data = agreement.together(lambda: TrialData(self._fit), "reading a batch of the train dataloader")
+        self._look = data.look
+        bounds = data.bounds(self._objective)
+        host = LightningHost(self._fit, data, self._objective.accumulation)
         try:
             with search_shown(self._is_visible) as tell, heap_set_aside():
-                runner = self._runner(host, tell)
-                why = self._too_quick(runner) or self._pilot(host, runner)
-                if why:
+                runner = TrialRunner(host, self._trial_settings(host), agreement, tell=tell)
+                if why := self._too_quick(runner) or self._pilot(host, runner):
                     return self._kept(why)
                 found = self._found(host, runner, bounds)
-            chosen = self._agreement.together(lambda: self._chosen(found, runner.predictions), "choosing a size")
-            choice, expected = self._agreement.broadcast(chosen)  # by one clock
-            size = choice.batch_size
-            if size != self._targets.base_size:
-                lower = data.without_single(size, bounds[0], self._sizes())
-                size = int(self._agreement.smallest(lower))
-            choice = dataclasses.replace(choice, batch_size=size)
-            return self._result(choice, found, expected, runner.predictions, host, data, bounds)
+            choice = agreement.broadcast(agreement.together(lambda: self._chosen(found), "choosing a size"))
+            if choice.batch_size != base:
+                lower = data.without_single(choice.batch_size, bounds[0], self._objective.sizes(bounds[1]))
+                choice = dataclasses.replace(choice, batch_size=int(agreement.smallest(lower)))
+            # without a limit of memory everything fits, and there is no largest size worth a name
+            is_limited = agreement.is_true_on_all(host.budget_bytes is not None)
+            within = bounds if is_limited else None
+            result = agreement.together(
+                lambda: self._of_search(choice, found, runner.predictor, host, within), "predicting sizes"
+            )
+            return agreement.broadcast(result)
         finally:
             host.restore()
-            host.recorder.forget()
+            host.forget()
             if may_run():  # code that was compiled for all sizes is not that of the one that is trained with
                 torch.compiler.reset()
+
+    def _check_optimizers(self) -> None:
+        optimizers = self._trainer.optimizers
+        if not optimizers or any(type(optimizer).__name__ == "_MockOptimizer" for optimizer in optimizers):
+            raise TuningError(
+                f"{type(self._module).__name__}.configure_optimizers() returned no optimizer: a batch size is tuned for"
+                " training, return one"
+            )
 
     def _too_short(self) -> str:
         """Why nothing is tried in this run, by counts alone; empty where a tuning pays, or was asked for."""
         if self._objective.name == GOODPUT:
             if why := why_no_noise_scale(self._trainer, self._module):
                 return f"the gradient noise scale is not known, since {why}; objective='throughput' does without"
-            if math.isfinite(self._num_steps) and self._pilot_plan(()) is None:
+            if math.isfinite(self._length.left) and self._pilot_plan(()) is None:
                 return self._why_no_pilot()
-        if not self._is_limited or not math.isfinite(self._num_steps) or self._objective.name == THROUGHPUT:
-            return ""
         trial = self._options.warmup_steps + self._options.steps_per_trial
-        num_batches = int(self._num_steps) * self._objective.configured_accumulation
-        if trial <= _TUNING_SHARE * num_batches:
+        num_batches = self._length.left * self._objective.configured_accumulation
+        if not self._is_share_limited or trial <= _TUNING_SHARE * num_batches:
             return ""
         return (
-            f"the run has {num_batches} steps, of which the {trial} of a single trial are more than"
+            f"the run has {num_batches:g} steps, of which the {trial} of a single trial are more than"
             f" {_TUNING_SHARE:.0%}; max_seconds= sets another limit, objective='throughput' has none"
         )
 
     def _too_quick(self, runner: TrialRunner) -> str:
         """Why nothing more is tried in a run that takes so little time; empty where a tuning pays, or was asked for."""
-        if not self._is_limited or not math.isfinite(self._num_steps) or self._objective.name == THROUGHPUT:
+        if not self._is_share_limited:
             return ""
-        runner.run(self._targets.base_size, is_recorded=True)
+        runner.run(self._targets.base_size)
         run_seconds = self._agreement.broadcast(self._run_seconds(runner.done))
         if run_seconds is None or _TUNING_SHARE * run_seconds >= _LEAST_SECONDS:
             return ""
@@ -252,6 +221,13 @@ class Session:
             f"the run takes about {format_seconds(run_seconds)}, and a tuning a second or more, whatever it tries;"
             " max_seconds= sets another limit, objective='throughput' has none"
         )
+
+    @property
+    def _is_share_limited(self) -> bool:
+        """Whether a tuning may take a share of a run, whose length is known."""
+        return self._is_limited and math.isfinite(self._length.left) and self._objective.name != THROUGHPUT
+
+    # ---- the pilot
 
     def _pilot(self, host: LightningHost, runner: TrialRunner) -> str:
         """Measure the noise scale, where it is needed and the configured size fits; tell why it cannot be.
@@ -262,22 +238,21 @@ class Session:
             return ""
         base = self._targets.base_size
         tried = [trial for trial in runner.done if trial.batch_size == base]
-        if not (tried[0] if tried else runner.run(base, is_recorded=True)).is_ok:
+        if not (tried[0] if tried else runner.run(base)).is_ok:
             self._objective = dataclasses.replace(self._objective, name=THROUGHPUT)
             self._most = base
             return ""
         plan = self._agreement.broadcast(self._pilot_plan(runner.done))  # by what a step takes, which is known now
         if plan is None:
             return self._why_no_pilot()
-        num_steps = 0.0 if is_resumed(self._trainer) else self._num_steps
+        num_steps = 0.0 if is_resumed(self._trainer) else self._length.left
         began = self._clock()
         try:
             # ranks exchange gradients, so one that fails ends the job, as it would in the training
-            first, steps = host.pilot(
-                batch_size=base, plan=plan, num_steps=num_steps, is_late=self._late_after(began)
-            )  # fmt: skip
+            steps = host.pilot(batch_size=base, plan=plan, num_steps=num_steps, is_late=self._late_after(began))
         except Exception as error:
-            if self._agreement.num_ranks > 1 or not _is_out_of_memory(error, host):
+            is_memory = isinstance(error, (torch.OutOfMemoryError, BudgetInfeasibleError))
+            if self._agreement.num_ranks > 1 or not (is_memory or host.is_out_of_memory(error)):
                 raise
             release_frames(error)
             return "a pilot, which holds a second set of gradients, ran out of memory"
@@ -290,9 +265,27 @@ class Session:
         self._noise = self._agreement.broadcast(estimate_noise_scale(shared))
         if self._noise is None:
             return "too few steps of the pilot had finite gradients of each of their batches"
-        self._warmup_steps = self._agreement.broadcast(shown_warmup_steps(settled_after(first), len(first)))
-        self._most = self._largest_worth(self._noise.low)
+        least, batch = self._options.min_efficiency, self._effective(base)
+        if least:  # a run of so many epochs is to end where it did, so a sample has to be worth enough
+            largest = (self._noise.low + batch) / least - self._noise.low  # of the effective batch
+            self._most = max(base, int(largest * base / batch))
         return ""
+
+    def _pilot_plan(self, trials: Sequence[Trial]) -> PilotPlan | None:
+        """Plan a pilot: a share of the run, and half of the time that the user gives, as far as these are known."""
+        accumulation = self._objective.configured_accumulation
+        least = max(_LEAST_BATCHES, shortest_pilot(accumulation))
+        if math.isfinite(self._length.left):
+            most = _TUNING_SHARE * self._length.left * accumulation
+        else:
+            most = min(least, _TUNING_SHARE * self._agreement.broadcast(run_batches(self._trainer)))
+        if not self._is_limited:
+            most = max(most, least)
+        speeds = [each.samples_per_second for each in trials if each.batch_size == self._targets.base_size]
+        if self._options.max_seconds is not None and speeds and speeds[0]:
+            batch_seconds = self._targets.base_size * self._agreement.num_ranks / speeds[0]
+            most = min(most, self._options.max_seconds / 2 / batch_seconds)
+        return pilot_plan(most, most_measured=self._options.pilot_steps, accumulation=accumulation)
 
     def _why_no_pilot(self) -> str:
         shortest, seconds = shortest_pilot(self._objective.configured_accumulation), self._options.max_seconds
@@ -311,67 +304,46 @@ class Session:
             return lambda: False
         return lambda: self._clock() - began >= seconds / 2
 
-    def _pilot_plan(self, trials: Sequence[Trial]) -> PilotPlan | None:
-        """Plan a pilot: a share of the run, and half of the time that the user gives, as far as these are known."""
-        accumulation = self._objective.configured_accumulation
-        least = max(_LEAST_BATCHES, shortest_pilot(accumulation))
-        if math.isfinite(self._num_steps):
-            most = _TUNING_SHARE * self._num_steps * accumulation
-        else:
-            most = min(least, _TUNING_SHARE * self._agreement.broadcast(run_batches(self._trainer)))
-        if not self._is_limited:
-            most = max(most, least)
-        speeds = [each.samples_per_second for each in trials if each.batch_size == self._targets.base_size]
-        if self._options.max_seconds is not None and speeds and speeds[0]:
-            batch_seconds = self._targets.base_size * self._agreement.num_ranks / speeds[0]
-            most = min(most, self._options.max_seconds / 2 / batch_seconds)
-        return pilot_plan(most, most_measured=self._options.pilot_steps, accumulation=accumulation)
+    # ---- the search
 
-    def _largest_worth(self, noise_scale: float) -> int:
-        """The largest size at which a sample is worth enough: a run of so many epochs is to end where it did."""
-        base, least = self._targets.base_size, self._options.min_efficiency
-        if not least:
-            return LARGEST
-        batch = self._effective(base)
-        largest = (noise_scale + batch) / least - noise_scale  # of the effective batch
-        return max(base, int(largest * base / batch))
+    def _trial_settings(self, host: LightningHost) -> TrialSettings:
+        options = self._options
+        return TrialSettings(
+            # each size is a new shape of step to a plugin; what it records and verifies is no time to trust
+            warmup_steps=options.warmup_steps + (NUM_LEARNING_STEPS if host.memory is not None else 0),
+            timed_steps=options.steps_per_trial,
+            memory=host.memory,
+            clock=self._clock,
+            is_out_of_memory=host.is_out_of_memory,
+            allows_sync_batch_norm=True,
+        )
 
-    def _worth(self, batch_size: int) -> float:
-        """What a sample is likely worth at a size, by what it is at the configured one."""
-        assert self._noise is not None  # only goodput asks
-        batches = {"base_batch": self._effective(self._targets.base_size), "batch": self._effective(batch_size)}
-        return likely_efficiency(self._noise, **batches)
-
-    def _typical_share(self, predictions: Predictions, batch_size: int) -> float:
-        """What a mean step takes by one of a trial, as planned; on rank zero, the others have no predictor.
-
-        Powers of two are planned, since a plan may take seconds; between them lies a straight line.
-        """
-        low = 1 << (batch_size.bit_length() - 1)
-        share = self._share_of_power(predictions, low)
-        if batch_size == low:
-            return share
-        above = self._share_of_power(predictions, 2 * low, otherwise=share)
-        return share + (above - share) * math.log2(batch_size / low)
-
-    def _share_of_power(self, predictions: Predictions, batch_size: int, otherwise: float = 1.0) -> float:
-        if self._lengths is None:
-            return 1.0
-        if batch_size not in self._shares:
-            share = self._lengths.typical_share(batch_size, lambda size: _seconds(predictions.local(size), size))
-            self._shares[batch_size] = share if share is not None else otherwise
-        return self._shares[batch_size]
-
-    def _run_seconds(self, trials: Sequence[Trial]) -> float | None:
-        """What the configured run takes, by the trial of the size that is nearest to the configured one."""
+    def _found(self, host: LightningHost, runner: TrialRunner, bounds: Bounds) -> SearchResult:
         base = self._targets.base_size
-        ran = [each for each in trials if each.is_ok and each.samples_per_second]
-        if not ran or not math.isfinite(self._num_steps):
-            return None
-        nearest = min(ran, key=lambda trial: abs(math.log(trial.batch_size / base)))
-        return self._num_steps * self._effective(base) / (nearest.samples_per_second or 1.0)
+        smallest, largest, first = bounds
+        largest = largest if self._most is None else min(largest, self._most)
+        first = min(first, largest)
+        space = Space(
+            low=smallest, high=largest, start=first, tolerance=self._options.tolerance,
+            sizes=self._objective.sizes(largest), efficiency=self._efficiency,
+        )  # fmt: skip
+        found = runner.find(
+            space,
+            begin=min(first, base) if host.is_to_be_watched else first,
+            max_trials=self._options.max_trials,
+            max_seconds=self._search_seconds,
+        )
+        if any(trial.batch_size == base for trial in found.trials):
+            return found
+        return SearchResult.of(  # with what it is compared with
+            (*found.trials, runner.run(base)),
+            batch_size=found.batch_size, confidence=found.confidence, ended_by=found.ended_by,
+        )  # fmt: skip
 
-    def _usual_seconds(self, trials: Sequence[Trial]) -> float | None:
+    def _search_seconds(self, trials: Sequence[Trial]) -> float | None:
+        """What a search may take, by what trials show of the run; None for no limit."""
+        if self._options.max_seconds is not None:
+            return self._options.max_seconds - self._pilot_seconds
         if not self._is_limited:
             return None
         seconds = self._run_seconds(trials)
@@ -379,132 +351,114 @@ class Session:
             return max(_THROUGHPUT_SECONDS, _TUNING_SHARE * (seconds or 0.0))
         return None if seconds is None else _TUNING_SHARE * seconds
 
-    def _runner(self, host: LightningHost, tell: Callable[[int], None]) -> TrialRunner:
-        options, memory = self._options, host.recorder.memory
-        settings = TrialSettings(
-            # each size is a new shape of step to a plugin; what it records and verifies is no time to trust
-            warmup_steps=options.warmup_steps + (NUM_LEARNING_STEPS if memory is not None else 0),
-            timed_steps=options.steps_per_trial,
-            memory=memory,
-            clock=self._clock,
-            is_out_of_memory=host.is_out_of_memory,
-            allows_sync_batch_norm=True,
-        )
-        return TrialRunner(host, settings, self._agreement, tell=tell)
+    def _efficiency(self, batch_size: int) -> float:
+        """What throughput in trials of a size counts for: by what a sample is likely worth, and by lengths."""
+        worth, base = 1.0, self._targets.base_size
+        if self._noise is not None:
+            batches = {"base_batch": self._effective(base), "batch": self._effective(batch_size)}
+            worth = likely_efficiency(self._noise, **batches)
+        return worth / self._mean_length(batch_size)
 
-    def _found(self, host: LightningHost, runner: TrialRunner, bounds: Bounds) -> SearchResult:
-        options, base = self._options, self._targets.base_size
-        smallest, largest, first = bounds
-        largest = largest if self._most is None else min(largest, self._most)
-        first = min(first, largest)
-        space = Space(
-            low=smallest, high=largest, start=first, tolerance=options.tolerance, sizes=self._sizes(),
-            efficiency=self._efficiency(runner),
-        )  # fmt: skip
-        found = runner.find(
-            space,
-            begin=min(first, base) if host.is_to_be_watched else first,
-            max_trials=options.max_trials,
-            max_seconds=None if options.max_seconds is None else options.max_seconds - self._pilot_seconds,
-            usual_seconds=self._usual_seconds,
-        )
-        is_tried = any(trial.batch_size == base for trial in found.trials)
-        if found.batch_size != base and not is_tried:
-            found = SearchResult.of(  # with what it is compared with
-                (*found.trials, runner.run(base)),
-                batch_size=found.batch_size, confidence=found.confidence, ended_by=found.ended_by,
-            )  # fmt: skip
-        return found
+    def _mean_length(self, batch_size: int) -> float:
+        """What a mean step takes by one of a trial."""
+        return 1.0 if self._look is None else self._look.mean_length(batch_size / self._targets.base_size)
 
-    def _efficiency(self, runner: TrialRunner) -> Callable[[int], float] | None:
-        """What throughput in trials of a size counts for; None where it counts as it is."""
-        if self._noise is None and self._lengths is None:
+    def _run_seconds(self, trials: Sequence[Trial]) -> float | None:
+        """What is left of the configured run takes, by the trial of the size that is nearest to the configured one."""
+        base = self._targets.base_size
+        ran = [each for each in trials if each.is_ok and each.samples_per_second]
+        if not ran or not math.isfinite(self._length.left):
             return None
-
-        def efficiency(batch_size: int) -> float:
-            worth = 1.0 if self._noise is None else self._worth(batch_size)
-            return worth / self._typical_share(runner.predictions, batch_size)
-
-        return efficiency
-
-    def _sizes(self) -> Sequence[int] | None:
-        """The sizes that may be tried; the configured one always may."""
-        sizes, base = self._objective.sizes, self._targets.base_size
-        if sizes is None or base in sizes:
-            return sizes
-        below = bisect.bisect_left(sizes, base)
-        return [*sizes[:below], base, *sizes[below : below + _MANY]]
-
-    def _check_optimizers(self) -> None:
-        optimizers = self._trainer.optimizers
-        if not optimizers or any(type(optimizer).__name__ == "_MockOptimizer" for optimizer in optimizers):
-            raise TuningError(
-                f"{type(self._module).__name__}.configure_optimizers() returned no optimizer: a batch size is tuned for"
-                " training, return one"
-            )
+        nearest = min(ran, key=lambda trial: abs(math.log(trial.batch_size / base)))
+        num_samples = self._length.left * self._effective(base)
+        return self._mean_length(base) * num_samples / (nearest.samples_per_second or 1.0)
 
     # ---- what is found
 
-    def _chosen(self, found: SearchResult, predictions: Predictions) -> tuple[Choice, _Expected]:
+    def _chosen(self, found: SearchResult) -> Choice:
         """What is set, and what is expected of the best; on rank zero."""
-        expected = {each.batch_size: self._expected(found, each.batch_size, predictions) for each in found.estimates}
-        least = {THROUGHPUT: None, GOODPUT: LEAST_SPEEDUP}.get(self._objective.name, 1.0)
-        choice = choose(
-            found, {size: each.speedup for size, each in expected.items() if each.speedup is not None},
-            base_size=self._targets.base_size, min_confidence=self._options.min_confidence, least=least,
+        base, objective = self._targets.base_size, self._objective
+        counts_tuning = self._is_limited and objective.name != THROUGHPUT  # of a run of any length
+        speedups = expected_speedups(
+            found,
+            base_size=base,
+            samples=self._effective(base) // base,
+            noise=self._noise,
+            mean_length=self._mean_length,
+            tuning_seconds=self._clock() - self._began,
+            run_seconds=(self._run_seconds(found.trials) if counts_tuning else None) or math.inf,
+        )
+        least = {THROUGHPUT: None, GOODPUT: LEAST_SPEEDUP}.get(objective.name, 1.0)
+        return choose(
+            found, speedups, base_size=base, min_confidence=self._options.min_confidence, least=least
         )  # fmt: skip
-        return choice, expected[choice.best_size]
 
-    def _expected(self, found: SearchResult, size: int, predictions: Predictions) -> _Expected:
-        """What a size that was tried does to the run; on rank zero."""
-        base_size = self._targets.base_size
-        typical = self._typical_share(predictions, base_size), self._typical_share(predictions, size)
-        run_seconds = self._run_seconds(found.trials)
-        run_seconds = None if run_seconds is None else typical[0] * run_seconds
-        counts_tuning = self._is_limited and self._objective.name != THROUGHPUT  # of a run of any length
-        speedup = speedup_of(
-            found, base_size=base_size, size=size, samples=self._effective(base_size) // base_size, noise=self._noise,
-            typical=typical, tuning_seconds=self._clock() - self._began,
-            run_seconds=run_seconds if counts_tuning and run_seconds is not None else math.inf,
-        )  # fmt: skip
-        return _Expected(speedup=speedup, typical=typical, run_seconds=run_seconds)
-
-    def _result(
+    def _of_search(
         self,
         choice: Choice,
         found: SearchResult,
-        expected: _Expected,
-        predictions: Predictions,
+        predictor: Predictor | None,
         host: LightningHost,
-        data: TrialData,
-        bounds: Bounds,
+        within: Bounds | None,
     ) -> TuningResult:
-        base_size, speedup, typical = self._targets.base_size, expected.speedup, expected.typical
-        budget_bytes, size = host.recorder.budget_bytes, choice.batch_size
-        rates = self._rates(size)
-        # without a limit of memory everything fits, and there is no largest size worth a name
-        is_limited = self._agreement.is_true_on_all(budget_bytes is not None)
-        predicted = predictions.largest(*bounds[:2]) if is_limited else None
-        why_kept = choice.why_kept and choice.why_kept + self._changed_all_the_same(rates)
-        is_predicted = predicted is not None and found.smallest_failing is None and predicted > found.largest
-        return TuningResult(
-            **self._settings(size, rates),
+        """The result of a search; predictions are rank zero's, of sizes within some bounds where memory has a limit."""
+        speedup = choice.speedup
+        largest, plain = _largest_predicted(predictor, within)
+        is_predicted = largest is not None and found.smallest_failing is None and largest > found.largest
+        if not is_predicted:
+            largest = found.largest if within is not None or found.smallest_failing is not None else None
+        notes = [self._left(choice, found), "" if self._look is None else self._look.note(self._targets.base_size)]
+        if not choice.why_kept and choice.batch_size != choice.best_size:
+            notes.append(f"Not {choice.best_size}: its last batch is one sample, which batch norm cannot train on")
+        if host.decline:
+            notes.append(f"Sizes that may not fit were predicted, not tried: {host.decline}")
+        if found.is_exhausted:
+            notes.append(f"The search ran out of {found.ended_by} before it was sure ({found.confidence:.0%})")
+        return dataclasses.replace(
+            self._result(choice, *notes),
             found_batch_size=choice.best_size,
             expected_speedup=None if speedup is None else speedup.value,
             expected_interval=None if speedup is None else (speedup.low, speedup.high),
-            run_seconds=expected.run_seconds,
+            run_seconds=self._run_seconds(found.trials),
             trials=found.trials,
-            predictions=predictions.made(),
-            largest_size=predicted if is_predicted else found.largest if is_limited or found.smallest_failing else None,
-            largest_plain_size=predictions.largest_plain(*bounds[:2]) if is_limited else None,
+            predictions=() if predictor is None else predictor.made,
+            largest_size=largest,
+            largest_plain_size=plain,
             is_largest_predicted=is_predicted,
+            budget_bytes=host.budget_bytes,
+        )
+
+    def _kept(self, why: str) -> TuningResult:
+        """The configured size, where nothing was searched."""
+        base = self._targets.base_size
+        return self._result(Choice(batch_size=base, best_size=base, confidence=0.0, why_kept=why))
+
+    def _result(self, choice: Choice, *notes: str) -> TuningResult:
+        """What is set, what it is set in place of, and why."""
+        size, base, noise, objective = choice.batch_size, self._targets.base_size, self._noise, self._objective
+        rates = self._rates(size)
+        self._warnings = rates.warnings
+        why = choice.why_kept
+        if why:
+            why = f"The configured {base} is kept: {why}{self._changed_all_the_same(rates)}"
+        return TuningResult(
+            batch_size=size,
+            configured_batch_size=base,
+            effective_batch_size=self._effective(size),
+            base_batch_size=rates.base_batch,
+            lr=rates.lr,
+            configured_lr=self._targets.base_rate,
+            lr_factor=rates.factor,
+            accumulation=objective.accumulation(size),
+            configured_accumulation=objective.configured_accumulation,
+            objective=objective.name,
+            noise_scale=None if noise is None else noise.value,
+            noise_scale_interval=None if noise is None else (noise.low, noise.high),
+            first_step=self._length.done,
+            tuning_seconds=self._clock() - self._began,
             confidence=choice.confidence,
-            budget_bytes=budget_bytes,
-            note=_note(
-                dataclasses.replace(choice, why_kept=why_kept), found, host.decline, self._left(choice, found),
-                rates.note, _of_lengths(data.note, typical, base_size),
-            ),
-        )  # fmt: skip
+            note=_sentences(why, rates.note, *notes),
+        )
 
     def _left(self, choice: Choice, found: SearchResult) -> str:
         """What a configured size that is kept leaves to those who want throughput; nothing where that is little."""
@@ -522,41 +476,10 @@ class Session:
             " samples: objective='throughput' takes it"
         )
 
-    def _settings(self, size: int, rates: ScaledRate) -> dict[str, Any]:
-        """What is set, what it is set in place of, and why; the same whether or not anything was tried."""
-        noise, self._warnings = self._noise, rates.warnings
-        return {
-            "batch_size": size,
-            "configured_batch_size": self._targets.base_size,
-            "configured_lr": self._targets.base_rate,
-            "accumulation": self._objective.accumulation(size),
-            "configured_accumulation": self._objective.configured_accumulation,
-            "objective": self._objective.name,
-            "noise_scale": None if noise is None else noise.value,
-            "noise_scale_interval": None if noise is None else (noise.low, noise.high),
-            "warmup_steps": self._warmup_steps,
-            "first_step": self._first_step,
-            "lr": rates.lr,
-            "base_batch_size": rates.base_batch,
-            "effective_batch_size": self._effective(size),
-            "lr_factor": rates.factor,
-            "tuning_seconds": self._clock() - self._began,
-        }
-
-    def _kept(self, why: str) -> TuningResult:
-        """The configured size, where nothing was tried."""
-        size = self._targets.base_size
-        rates = self._rates(size)
-        why = f"The configured {size} is kept: {why}{self._changed_all_the_same(rates)}"
-        note = " ".join(f"{each}." for each in (why, rates.note) if each)
-        return TuningResult(**self._settings(size, rates), note=note)
-
     def _changed_all_the_same(self, rates: ScaledRate) -> str:
         """What changes though the configured size is kept: the rate is for another effective batch, or that is kept."""
-        base, before = self._targets.base_size, self._objective.configured_accumulation
-        number, changed = self._objective.accumulation(base), []
-        if number != before:
-            changed.append(f"{number} micro-batches are accumulated, not {before}")
+        before, number = self._objective.configured_accumulation, self._objective.accumulation(self._targets.base_size)
+        changed = [f"{number} micro-batches are accumulated, not {before}"] if number != before else []
         if rates.factor != 1.0:
             changed.append(f"the learning rate is multiplied by {rates.factor:.3g}")
         return f"; since the base batch is {rates.base_batch}, {' and '.join(changed)}" if changed else ""
@@ -566,10 +489,8 @@ class Session:
 
     def _rates(self, batch_size: int) -> ScaledRate:
         """The rate for a size."""
-        return scaled_rate(
-            self._trainer, self._module, self._options, self._targets, effective=self._effective(batch_size),
-            configured=self._effective(self._targets.base_size), noise=self._noise,
-        )  # fmt: skip
+        configured = self._effective(self._targets.base_size)
+        return scaled_rate(self._fit, effective=self._effective(batch_size), configured=configured, noise=self._noise)
 
     # ---- putting back
 
@@ -597,46 +518,16 @@ class Session:
         return places
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Expected:
-    """What the found size does to the run.
-
-    Attributes:
-        speedup: By how much it ends earlier; None where that is not known.
-        typical: What a mean step takes by one of a trial, with the configured size and with the found one.
-        run_seconds: What the configured run takes; None where that is not known.
-    """
-
-    speedup: Speedup | None
-    typical: tuple[float, float]
-    run_seconds: float | None
+def _largest_predicted(predictor: Predictor | None, within: Bounds | None) -> tuple[int | None, int | None]:
+    """The largest sizes that are predicted to fit: with a memory plan, and without one."""
+    if predictor is None or within is None:
+        return None, None
+    smallest, largest, _ = within
+    try:
+        return predictor.largest_feasible(smallest, largest), predictor.plain().largest_feasible(smallest, largest)
+    except OffloadError:  # beyond the model
+        return None, None
 
 
-def _is_out_of_memory(error: Exception, host: LightningHost) -> bool:
-    """Whether an error says that there is not enough memory."""
-    return isinstance(error, (torch.OutOfMemoryError, BudgetInfeasibleError)) or host.is_out_of_memory(error)
-
-
-def _seconds(prediction: Prediction | None, batch_size: int) -> float | None:
-    """What a step takes as planned, up to a factor that is the same for all sizes."""
-    if prediction is None or not prediction.is_feasible or not prediction.samples_per_second:
-        return None
-    return batch_size / prediction.samples_per_second
-
-
-def _of_lengths(note: str, typical: tuple[float, float], base_size: int) -> str:
-    """What to say where lengths vary, with what the planner says of them."""
-    if not note or typical == (1.0, 1.0):
-        return note
-    return f"{note}; as planned, a mean step with {base_size} takes {typical[0]:.2f} of that"
-
-
-def _note(choice: Choice, found: SearchResult, decline: str, *others: str) -> str:
-    notes = [f"{each}." for each in (choice.why_kept, *others) if each]
-    if not choice.why_kept and choice.batch_size != choice.best_size:
-        notes.append(f"Not {choice.best_size}: its last batch is one sample, which batch norm cannot train on.")
-    if decline:
-        notes.append(f"Sizes that may not fit were predicted, not tried: {decline}.")
-    if found.is_exhausted:
-        notes.append(f"The search ran out of {found.ended_by} before it was sure ({found.confidence:.0%}).")
-    return " ".join(notes)
+def _sentences(*texts: str) -> str:
+    return " ".join(f"{each}." for each in texts if each)

@@ -10,25 +10,33 @@ called. A learning rate that is nowhere is the optimizers': their groups are sca
 A name is looked for in the LightningModule, its `hparams`, the LightningDataModule and its `hparams`, and, where none
 of them has it, inside nested hparams. A dotted name ("hparams.data.batch_size") is followed step by step, through
 attributes and mappings. A value is set in every place that has it, and in the hparams that Lightning is about to log.
+
+A checkpoint's hyperparameters make a model again (`load_from_checkpoint`). A rate that was scaled belongs to the found
+batch size: where that is not among the same hyperparameters, the model would come with one and without the other, and
+a second tuning would scale the rate once more. Then the configured rate is written. Checkpoints of weights alone have
+hyperparameters too, and of those only the model's own hook hears, not a callback's.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch.nn.parameter import is_lazy
 
-from lightning_offload.callbacks.tuning.batches import loaders_in, map_loaders, resized
+from lightning_offload.callbacks.tuning.batches import all_resized, loaders_in, resized, sizes_of
 from lightning_offload.callbacks.tuning.options import FinderOptions
 from lightning_offload.callbacks.tuning.result import TuningResult
 from lightning_offload.callbacks.tuning.trainer_facts import accumulation_of
 from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import import_from, rank_zero
-from lightning_offload.tuning.snapshot import RandomStates
+from lightning_offload.tuning.ranks import Coordinator
+from lightning_offload.tuning.snapshot import RandomStates, StateSnapshot
 
 _LOGGED = "_hparams_initial"
 _USUAL_SIZE, _USUAL_RATE = "batch_size", "lr"
@@ -58,13 +66,11 @@ class Attribute:
 
     Attributes:
         name: As the user gave it.
-        places: Where it is; the first one is read.
-        logged: Copies of it among the hparams that Lightning logs.
+        places: Where it is, the hparams that Lightning logs included; the first one is read.
     """
 
     name: str
     places: tuple[_Place, ...]
-    logged: tuple[_Place, ...]
 
     def get(self) -> Any:
         """Read the value."""
@@ -76,7 +82,7 @@ class Attribute:
         Raises:
             TuningError: It cannot be set.
         """
-        for place in (*self.places, *self.logged):
+        for place in self.places:
             try:
                 if place.get() != value:
                     place.set(value)
@@ -94,27 +100,16 @@ def find_attribute(name: str, module: Any, datamodule: Any | None) -> Attribute 
         TuningError: Nested hparams have several values of that name.
     """
     owners = [owner for owner in (module, datamodule) if owner is not None]
-    parts = name.split(".")
-    roots = [root for owner in owners for root in (owner, _hparams(owner)) if root is not None]
-    places = _distinct(place for root in roots if (place := _follow(root, parts)) is not None)
+    hparams = [_hparams(owner) for owner in owners]
+    roots = [root for owner, kept in zip(owners, hparams, strict=True) for root in (owner, kept)]
+    places = _distinct(place for root in roots for place in _at(root, name))
     if not places:
-        places = _distinct(place for owner in owners for place in _nested(_hparams(owner), name))
+        places = _distinct(place for kept in hparams for place in _nested(kept, name))
         _check_unique(name, places)
     if not places:
         return None
-    tail = parts[1:] if parts[0] == "hparams" else parts
-    initial = [vars(owner)[_LOGGED] for owner in owners if vars(owner).get(_LOGGED)]
-    logged = [place for root in initial if (place := _follow(root, tail)) is not None]
-    logged += [place for root in initial if len(parts) == 1 for place in _nested(root, name)]
-    return Attribute(name=name, places=tuple(places), logged=tuple(_distinct(iter(logged))))
-
-
-def places_of(root: Any, name: str) -> list[_Place]:
-    """Where a named value is in hyperparameters: at its dotted name, or anywhere inside of them."""
-    parts = name.split(".")
-    tail = parts[1:] if parts[0] == "hparams" else parts
-    found = _follow(root, tail)
-    return [found] if found is not None else list(_nested(root, tail[-1]))
+    logged = [place for owner in owners for place in _places_in(vars(owner).get(_LOGGED), name)]
+    return Attribute(name=name, places=(*places, *logged))
 
 
 def _hparams(owner: Any) -> Any | None:
@@ -122,15 +117,19 @@ def _hparams(owner: Any) -> Any | None:
     return vars(owner).get("_hparams") or vars(owner).get("hparams")
 
 
-def _follow(root: Any, parts: list[str]) -> _Place | None:
-    for part in parts[:-1]:
+def _places_in(hparams: Any, name: str) -> list[_Place]:
+    """Where a named value is in hyperparameters: at its dotted name, or anywhere inside of them."""
+    return _at(hparams, name.removeprefix("hparams.")) or list(_nested(hparams, name))
+
+
+def _at(root: Any, name: str) -> list[_Place]:
+    """The place of a dotted name, if there is one."""
+    *path, key = name.split(".")
+    for part in path:
         root = root.get(part) if isinstance(root, Mapping) else getattr(root, part, None)
-        if root is None:
-            return None
-    key = parts[-1]
-    if isinstance(root, Mapping):
-        return _Place(holder=root, key=key) if key in root else None
-    return _Place(holder=root, key=key) if _has(root, key) else None
+    if root is None or (key not in root if isinstance(root, Mapping) else not _has(root, key)):
+        return []
+    return [_Place(holder=root, key=key)]
 
 
 def _has(owner: Any, name: str) -> bool:
@@ -155,7 +154,7 @@ def _nested(root: Any, name: str, known: set[int] | None = None) -> Iterator[_Pl
             yield from _nested(value, name, known)
 
 
-def _distinct(places: Iterator[_Place]) -> list[_Place]:
+def _distinct(places: Iterable[_Place]) -> list[_Place]:
     return list({id(place.holder): place for place in places}.values())
 
 
@@ -173,10 +172,9 @@ class Targets:
 
     Attributes:
         package: The Lightning package in use.
-        size: The attribute with the batch size; None where loaders were passed and the model has none.
+        size: The attribute with the batch size; None where there is none: the loaders are made again then.
         rate: The attribute with the learning rate; None where the groups are scaled as they are.
         loaders: Those passed to `fit()`; None where the model or its data make them.
-        is_remade: Whether the loaders that the model or its data make are made again for another size.
         base_size: Batch size as the user configured it.
         base_rate: Learning rate as the user configured it; None without an attribute.
     """
@@ -185,37 +183,49 @@ class Targets:
     size: Attribute | None
     rate: Attribute | None
     loaders: Any | None
-    is_remade: bool = False
     base_size: int
     base_rate: float | None
 
-    def set_batch_size(self, batch_size: int) -> None:
-        """Set a size where the model or its data keep it; loaders are left alone."""
-        if self.size is not None:
-            self.size.set(batch_size)
-
     def load(self, trainer: Any, batch_size: int) -> None:
         """Set a size, and have the fit loop ask for loaders of it."""
-        self.set_batch_size(batch_size)
+        if self.size is not None:
+            self.size.set(batch_size)
         source = trainer.fit_loop._data_source
         forget_remade(trainer)
         is_other = batch_size != self.base_size
         if self.loaders is not None:
-            source.instance = (
-                map_loaders(self.loaders, lambda loader: resized(loader, batch_size, self.package))
-                if is_other
-                else self.loaders
-            )
-        elif self.is_remade and is_other:
-            source.dataloader = lambda: map_loaders(
-                type(source).dataloader(source), lambda loader: resized(loader, batch_size, self.package)
-            )
+            source.instance = all_resized(self.loaders, batch_size, self.package) if is_other else self.loaders
+        elif self.size is None and is_other:
+            source.dataloader = lambda: all_resized(type(source).dataloader(source), batch_size, self.package)
 
     def apply(self, trainer: Any, batch_size: int, rate: float | None) -> None:
         """Set a size and a rate for the coming fit."""
         self.load(trainer, batch_size)
         if self.rate is not None and rate is not None:
             self.rate.set(rate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """A fit at its start, and what is asked of its tuning.
+
+    Attributes:
+        trainer: Its strategy is set up for the model.
+        module: The model.
+        options: What the user asked for.
+        targets: Where batch size and learning rate are kept.
+        start: What the training is to begin from.
+        agreement: Between the ranks.
+        clock: Tells seconds.
+    """
+
+    trainer: Any
+    module: Any
+    options: FinderOptions
+    targets: Targets
+    start: StateSnapshot
+    agreement: Coordinator
+    clock: Callable[[], float]
 
 
 def with_rate_of_now(targets: Targets) -> Targets:
@@ -235,57 +245,50 @@ def find_targets(trainer: Any, module: Any, package: str, options: FinderOptions
         TuningError: There is no such attribute, or its value is no batch size or learning rate; or the model has
             parameters that its first step would initialize.
     """
-    batch_arg_name, lr_arg_name = options.batch_arg_name, options.lr_arg_name
     _check_initialized(module)
-    source = trainer.fit_loop._data_source
-    size = find_attribute(batch_arg_name, module, trainer.datamodule)
-    size = size if size is not None else _loader_keyword(batch_arg_name, module, trainer.datamodule)
+    data, source = trainer.datamodule, trainer.fit_loop._data_source
+    name = options.batch_arg_name
+    owners = " and ".join(type(owner).__name__ for owner in (module, data) if owner is not None)
+    size = find_attribute(name, module, data) or _loader_keyword(name, module, data)
     loaders = None if source.is_module() else source.instance
     if loaders is not None:
         base_size = _size_of_loaders(loaders, package)
-    is_remade = loaders is None and size is None
-    if is_remade:
-        found = loaders_in(_made_by(source, package)) if batch_arg_name == _USUAL_SIZE and source.is_defined() else []
-        if not found:
+    elif size is not None:
+        base_size = _checked_size(name, size.get())
+    else:
+        made = _made_by(source, package) if name == _USUAL_SIZE and source.is_defined() else None
+        if not loaders_in(made):
             raise TuningError(
-                f"`{batch_arg_name}` is no attribute of {_names(module, trainer)} nor of their hparams: set"
-                " batch_arg_name= to the name of the batch size that train_dataloader() uses, or pass a DataLoader to"
-                " fit()"
+                f"`{name}` is no attribute of {owners} nor of their hparams: set batch_arg_name= to the name of the"
+                " batch size that train_dataloader() uses, or pass a DataLoader to fit()"
             )
-        base_size = _size_of_loaders(found, package)
-    elif size is not None and loaders is None:
-        base_size = _checked_size(batch_arg_name, size.get())
+        base_size = _size_of_loaders(made, package)
     rate = None
-    if lr_arg_name is not None:
-        rate = find_attribute(lr_arg_name, module, trainer.datamodule)
-        if rate is None and options.lr_scaling != "none" and lr_arg_name != _USUAL_RATE:
+    if options.lr_arg_name is not None:
+        rate = find_attribute(options.lr_arg_name, module, data)
+        if rate is None and options.lr_scaling != "none" and options.lr_arg_name != _USUAL_RATE:
             raise TuningError(
-                f"`{lr_arg_name}` is no attribute of {_names(module, trainer)} nor of their hparams: set"
-                " lr_arg_name= to the name of the learning rate, lr_arg_name=None to scale the optimizer's groups as"
-                " they are, or lr_scaling='none' to leave the rate alone"
+                f"`{options.lr_arg_name}` is no attribute of {owners} nor of their hparams: set lr_arg_name= to the"
+                " name of the learning rate, lr_arg_name=None to scale the optimizer's groups as they are, or"
+                " lr_scaling='none' to leave the rate alone"
             )
+    base_rate = None if rate is None else _checked_rate(rate)
     return Targets(
-        package=package,
-        size=size,
-        rate=rate,
-        loaders=loaders,
-        is_remade=is_remade,
-        base_size=base_size,
-        base_rate=None if rate is None else _checked_rate(rate),
-    )
+        package=package, size=size, rate=rate, loaders=loaders, base_size=base_size, base_rate=base_rate
+    )  # fmt: skip
 
 
 def _loader_keyword(name: str, module: Any, datamodule: Any | None) -> Attribute | None:
     """A size among the keywords that a model or its data keep for their loaders."""
-    owners = [owner for owner in (datamodule, module) if owner is not None]
     places = [
         _Place(holder=kept, key=name)
-        for owner in owners
+        for owner in (datamodule, module)
+        if owner is not None
         for key, kept in vars(owner).items()
         if isinstance(kept, MutableMapping) and not key.startswith("_") and isinstance(kept.get(name), int)
     ]
     _check_unique(name, places)
-    return Attribute(name=name, places=tuple(places), logged=()) if places else None
+    return Attribute(name=name, places=tuple(places)) if places else None
 
 
 def _made_by(source: Any, package: str) -> Any:
@@ -295,11 +298,6 @@ def _made_by(source: Any, package: str) -> Any:
         return import_from(package, "trainer.connectors.data_connector")._request_dataloader(source)
     finally:
         states.restore()
-
-
-def _names(module: Any, trainer: Any) -> str:
-    names = [type(owner).__name__ for owner in (module, trainer.datamodule) if owner is not None]
-    return " and ".join(names)
 
 
 def _check_initialized(module: Any) -> None:
@@ -338,32 +336,60 @@ def _size_of_loaders(loaders: Any, package: str) -> int:
             f"the batch size of a {type(loaders).__name__} cannot be changed: pass a torch DataLoader to fit(), or"
             " build the loader in train_dataloader() from an attribute"
         )
-    sizes = [
-        loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
-        for loader in found
-    ]
+    sizes = sizes_of(found)
     if len(set(sizes)) > 1:
         raise TuningError(f"the dataloaders have different batch sizes ({sizes}): tune one of them at a time")
     if not isinstance(sizes[0], int):
         resized(found[0], 1, package)  # raises, and says why
         raise TuningError("the dataloader has no batch_size: its data set or batch sampler makes the batches")
-    resized(found[0], sizes[0], package)  # so that a loader that cannot be made again is an error now
-    return sizes[0]
+    size: int = sizes[0]
+    resized(found[0], size, package)  # so that a loader that cannot be made again is an error now
+    return size
 
 
-_MARK = "_efficient_batch_size_rate"
-"""Attribute of a model: the rate that a tuning has set, and the effective batch that it belongs to."""
+_MARK = "_efficient_batch_size"
+"""Attribute of a model: the result of its last tuning."""
+_HOOK = "on_save_checkpoint"
+_HYPERPARAMETERS = "hyper_parameters"  # of a checkpoint
 
 
-def mark_rate(module: Any, result: TuningResult) -> None:
-    """Note on a model what its rate is for, so that no other finder scales it once more."""
-    setattr(module, _MARK, (result.lr, result.effective_batch_size))
+def mark(module: Any, result: TuningResult, options: FinderOptions) -> None:
+    """Note on a model what it was tuned to, so that no other finder scales its rate once more; its checkpoints say it.
+
+    It is the module's: both it and its finder may travel to another process before the fit.
+    """
+    setattr(module, _MARK, result)
+    own = getattr(module, _HOOK)
+    if isinstance(own, functools.partial) and own.func is _save:  # of an earlier tuning
+        own = own.args[0]
+    # not an attribute by which a module would look for parameters; it goes with the model to other processes
+    object.__setattr__(module, _HOOK, functools.partial(_save, own, result, options))
+
+
+def _save(own: Callable[[Any], None], result: TuningResult, options: FinderOptions, checkpoint: dict[str, Any]) -> None:
+    """In place of a model's hook: write the configured rate where the found size is not among the hyperparameters."""
+    own(checkpoint)
+    found = checkpoint.get(_HYPERPARAMETERS)
+    if found is None or options.lr_arg_name is None or result.lr_factor == 1.0 or result.configured_lr is None:
+        return
+    if any(place.get() == result.batch_size for place in _places_in(found, options.batch_arg_name)):
+        return
+    checkpoint[_HYPERPARAMETERS] = made = copy.deepcopy(found)
+    for place in _places_in(made, options.lr_arg_name):
+        if place.get() == result.lr:
+            place.set(result.configured_lr)
+
+
+def tuning_of(module: Any) -> TuningResult | None:
+    """What a model was last tuned to; None where it was not."""
+    return getattr(module, _MARK, None)
 
 
 def batch_of_rate(module: Any, targets: Targets) -> int | None:
     """The effective batch that a model's rate is for, where a tuning has set it; None where the user has."""
-    rate, batch = getattr(module, _MARK, (None, None))
-    return batch if rate is not None and rate == targets.base_rate else None
+    result = tuning_of(module)
+    is_its = result is not None and result.lr is not None and result.lr == targets.base_rate
+    return result.effective_batch_size if result is not None and is_its else None
 
 
 def rate_to_set(module: Any, targets: Targets, result: TuningResult) -> float | None:

@@ -1,4 +1,4 @@
-"""Facts of a Trainer: what it accumulates, what it thaws, and what ties its ranks together.
+"""Facts of a Trainer: what it accumulates, what it thaws, and what ties its ranks together; and how it is changed.
 
 A `GradientAccumulationScheduler` leaves the Trainer's own number of micro-batches at 1 until an epoch begins, and then
 sets it. A callback that unfreezes parts of a model (Lightning's `BaseFinetuning`) says so before the training begins;
@@ -8,11 +8,20 @@ for ever, and gradients of samples that others have seen, too, are no independen
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-__all__ = ["accumulation_of", "accumulation_schedule", "is_batch_norm_shared", "sharding_of", "unfreezes_later"]
+__all__ = [
+    "accumulation_of",
+    "accumulation_schedule",
+    "is_batch_norm_shared",
+    "replaced",
+    "sharding_of",
+    "unfreezes_later",
+]
 
 _SHARDED = ("FSDPStrategy", "ModelParallelStrategy")
 
@@ -42,3 +51,22 @@ def sharding_of(trainer: Any) -> str:
 def is_batch_norm_shared(trainer: Any, module: Any) -> bool:
     """Whether ranks exchange statistics of their batches within a step."""
     return trainer.world_size > 1 and any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules())
+
+
+@contextlib.contextmanager
+def replaced(holder: Any, **values: Any) -> Iterator[None]:
+    """Inside, attributes and methods of an object are others; what it did not have itself is taken away again."""
+    own, kind = vars(holder), type(holder)
+    before = {
+        name: getattr(holder, name) for name in values if name in own or isinstance(getattr(kind, name, None), property)
+    }
+    try:
+        for name, value in values.items():
+            object.__setattr__(holder, name, value)  # not as a module sets what it takes for a part of it
+        yield
+    finally:
+        for name in values:
+            if name in before:
+                object.__setattr__(holder, name, before[name])
+            else:
+                own.pop(name, None)

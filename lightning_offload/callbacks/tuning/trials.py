@@ -6,9 +6,7 @@ all others, which tells when batches begin and end; loggers log nothing, schedul
 and there is no validation. The loop comes to no end by itself: what it counts is moved on, what it is fed is endless.
 
 Recording. Under an offload strategy its own memory plugin records, and what it has learned of sizes that are only
-tried is dropped afterwards. Under any other strategy a plugin of our own watches a few steps and is taken off before
-any is timed; where it cannot (another kind of device, a precision plugin that compiles the step), there is no
-recording, and no prediction.
+tried is dropped afterwards. Under any other strategy nothing watches, so there is no prediction.
 
 Safety. A rank that runs out of memory leaves its step, and ranks that talk to it within theirs would wait for ever.
 Before the first timed step trials exchange no gradients, so under DDP that is only so where the model or the strategy
@@ -21,45 +19,38 @@ optimizers), but nothing of it may be left when the training begins, which makes
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 
-from lightning_offload.accelerators import kind_of, memory_of, synchronize
+from lightning_offload.accelerators import memory_of, synchronize
 from lightning_offload.callbacks.tuning.batches import loaders_in
+from lightning_offload.callbacks.tuning.data import TrialData
 from lightning_offload.callbacks.tuning.pilot import Pilot, PilotPlan
-from lightning_offload.callbacks.tuning.sampling import TrialData
-from lightning_offload.callbacks.tuning.trainer_facts import is_batch_norm_shared, sharding_of, unfreezes_later
-from lightning_offload.errors import BudgetInfeasibleError, TuningError
+from lightning_offload.callbacks.tuning.targets import Fit
+from lightning_offload.callbacks.tuning.trainer_facts import (
+    is_batch_norm_shared,
+    replaced,
+    sharding_of,
+    unfreezes_later,
+)
+from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import import_from
 from lightning_offload.plugins.memory import MemoryPlugin
-from lightning_offload.plugins.out_of_memory import release_frames
-from lightning_offload.strategies.precision import graft, ungraft
-from lightning_offload.tuning.learning_rate import has_step_hooks, unwrapped
+from lightning_offload.tuning.learning_rate import has_step_hooks
 from lightning_offload.tuning.noise_scale import GradientSquares
-from lightning_offload.tuning.predictions import Recorded
-from lightning_offload.tuning.ranks import Coordinator
 from lightning_offload.tuning.runner import StepMeter
-from lightning_offload.tuning.snapshot import RandomStates, StateSnapshot
+from lightning_offload.tuning.snapshot import StateSnapshot
 from lightning_offload.tuning.trial import Predict, Trial
 
 _SHARE = 0.9  # of the budget that a prediction may fill
 
 
 def reason_not_to_run_out(trainer: Any, module: Any, allow_oom: bool | None) -> str:
-    """Why no trial may run out of memory; empty where one may.
-
-    Args:
-        trainer: Its strategy is known.
-        module: The model.
-        allow_oom: What the user says of it, if anything.
-    """
+    """Why no trial may run out of memory; empty where one may. What the user says of it counts first."""
     if allow_oom is not None:
         return "" if allow_oom else "allow_oom=False"
     if name := sharding_of(trainer):
@@ -91,12 +82,8 @@ def _num_begun(group: Any) -> int:
 def roots_of(trainer: Any, module: Any, loaders: Any | None) -> tuple[object, ...]:
     """Whatever a step may change: the model, its data, the loops, and callbacks of the user's own.
 
-    No callback is called in a trial, but hooks of modules that one has registered are.
-
-    Args:
-        trainer: At the start of a fit.
-        module: The model.
-        loaders: Those passed to `fit()`, if any.
+    No callback is called in a trial, but hooks of modules that one has registered are. Loaders are those that were
+    passed to `fit()`, if any.
     """
     data = [trainer.datamodule] if trainer.datamodule is not None else []
     callbacks = filter(_is_users, trainer.callbacks)
@@ -108,110 +95,8 @@ def _is_users(callback: object) -> bool:
     return package not in ("lightning", "pytorch_lightning", "lightning_offload")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """The state that training is to begin from, before Lightning made the optimizers.
-
-    Attributes:
-        roots: All that steps may change is below these.
-        snapshot: Of the roots.
-        random_states: Of the global generators.
-    """
-
-    roots: tuple[object, ...]
-    snapshot: StateSnapshot
-    random_states: RandomStates
-
-    @classmethod
-    def now(cls, roots: Sequence[object]) -> Start:
-        """Record the state as it is."""
-        return cls(
-            roots=tuple(roots), snapshot=StateSnapshot(roots, keeps_hooks=True), random_states=RandomStates.now()
-        )
-
-    def restore(self) -> None:
-        """Put all of it back."""
-        self.snapshot.restore()
-        self.random_states.restore()
-
-
 NUM_LEARNING_STEPS = 3
 """Steps of a new shape before its final plan: recorded, verified, measured."""
-
-_NO_LIMIT = 1 << 50  # steps: a trial ends by its callback
-_log = logging.getLogger(__name__)
-
-
-class StepRecorder:
-    """Lets a memory plugin see steps.
-
-    Args:
-        trainer: Its strategy is set up for a fit.
-        module: The model.
-
-    Attributes:
-        memory: The strategy's own plugin; None where it has none.
-        is_able: Whether one of our own can watch, as far as is known.
-    """
-
-    def __init__(self, trainer: Any, module: Any) -> None:
-        memory = getattr(trainer.strategy, "memory", None)
-        self.memory: MemoryPlugin | None = memory if isinstance(memory, MemoryPlugin) and memory.enabled else None
-        self.is_able = self.memory is None
-        self._trainer, self._module = trainer, module
-        self._known = self.memory.step_kinds if self.memory is not None else frozenset[str]()
-        self._own: MemoryPlugin | None = None
-        self._num_steps = 0
-
-    @property
-    def budget_bytes(self) -> int | None:
-        """The strategy's budget; without one what the device has, None where that has no limit."""
-        if self.memory is not None:
-            return self.memory.budget_bytes
-        device: torch.device = self._trainer.strategy.root_device
-        memory = memory_of(device)
-        return memory.free_bytes() + memory.allocated_bytes() if memory is not None else None
-
-    @property
-    def is_recording(self) -> bool:
-        """Whether a plugin of our own watches."""
-        return self._own is not None
-
-    def begin(self) -> None:
-        """Let a plugin of our own watch the steps that come."""
-        strategy = self._trainer.strategy
-        # where memory has no limit a plugin without a budget would have nothing to watch after the first step
-        budget = None if kind_of(strategy.root_device).counts_memory else _NO_LIMIT
-        self._own, self._num_steps = MemoryPlugin(budget, policy="keep-all", verify="never"), 0
-        self._own.attach(self._module, strategy.root_device)
-        self._own.allow_unserved()
-
-    def step_took(self, seconds: float) -> Recorded | None:
-        """Note that a step has ended; after a few tell what they showed, and take the plugin off."""
-        assert self._own is not None
-        self._num_steps += 1
-        if self._num_steps == 1:  # in which the optimizer has made its state, which the plugin is to know of
-            graft(self._trainer.strategy.precision_plugin, self._own)
-        if self._num_steps < NUM_LEARNING_STEPS + 2:
-            return None
-        recorded = Recorded.of(self._own, seconds)
-        self.end()
-        return dataclasses.replace(recorded, budget_bytes=self.budget_bytes)
-
-    def end(self) -> None:
-        """Take our own plugin off, if it is on."""
-        own, self._own = self._own, None
-        if own is not None:
-            ungraft(self._trainer.strategy.precision_plugin)
-            own.detach()
-
-    def forget(self) -> None:
-        """Drop what the strategy's plugin has learned of the steps that were tried."""
-        if self.memory is not None:
-            self.memory.forget(keep=self._known)
-
-
-Clock = Callable[[], float]
 
 _FAR = 512
 """Optimizer steps that are more than a batch has."""
@@ -222,44 +107,26 @@ _PLACES = ("name", "version", "save_dir", "root_dir", "log_dir")
 def quiet(trainer: Any, module: Any, package: str, *callbacks: Any) -> Iterator[None]:
     """Nothing that the fit loop does inside is logged, shown, saved or seen by other callbacks than these."""
     loop, strategy = trainer.fit_loop.epoch_loop, trainer.strategy
-    schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
-    silent = {
-        "callbacks": list(callbacks),
-        "profiler": import_from(package, "profilers").PassThroughProfiler(),
-        "loggers": [_silent_logger(package)(logger) for logger in trainer.loggers],
-        "limit_val_batches": 0,
-        "should_stop": False,
-    }
-    before = {name: getattr(trainer, name) for name in silent}
-    summary = getattr(strategy, "_summary", None)  # of the plan, which an offload strategy prints
-    limits = loop.max_steps, trainer.fit_loop.max_batches
-    for name, value in silent.items():
-        setattr(trainer, name, value)
-    if summary is not None:
-        strategy._summary = None
-    object.__setattr__(module, "print", _nothing)
-    for name in ("log", "log_dict"):
-        object.__setattr__(module, name, _by_itself(getattr(module, name)))
-    for scheduler in schedulers:
-        scheduler.step = _nothing  # under manual optimization the model calls it, and its end would come too soon
-    loop.update_lr_schedulers = _nothing
-    loop._broadcast_sigterm_tensor = _nothing  # a collective of every batch, in the model's own group
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the run says it of its own
-            yield
-    finally:
-        vars(loop).pop("update_lr_schedulers", None)
-        vars(loop).pop("_broadcast_sigterm_tensor", None)
-        loop.max_steps, trainer.fit_loop.max_batches = limits
-        for scheduler in schedulers:
-            vars(scheduler).pop("step", None)
-        for name in ("log", "log_dict", "print"):
-            vars(module).pop(name, None)
-        if summary is not None:
-            strategy._summary = summary
-        for name, value in before.items():
-            setattr(trainer, name, value)
+    loggers = [_silent_logger(package)(logger) for logger in trainer.loggers]
+    profiler = import_from(package, "profilers").PassThroughProfiler()
+    changes: list[tuple[Any, dict[str, Any]]] = [
+        (trainer, {"callbacks": list(callbacks), "profiler": profiler, "loggers": loggers}),
+        (trainer, {"limit_val_batches": 0, "should_stop": False}),
+        (module, {"print": _nothing, "log": _by_itself(module.log), "log_dict": _by_itself(module.log_dict)}),
+        (trainer.fit_loop, {"max_batches": trainer.fit_loop.max_batches}),
+        # the signal is a collective of every batch, in the model's own group
+        (loop, {"max_steps": loop.max_steps, "update_lr_schedulers": _nothing, "_broadcast_sigterm_tensor": _nothing}),
+        # under manual optimization the model calls it, and its end would come too soon
+        *((config.scheduler, {"step": _nothing}) for config in strategy.lr_scheduler_configs),
+    ]
+    if hasattr(strategy, "_summary"):  # of the plan, which an offload strategy prints
+        changes.append((strategy, {"_summary": None}))
+    with contextlib.ExitStack() as stack:
+        for holder, values in changes:
+            stack.enter_context(replaced(holder, **values))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # the run says it of its own
+        yield
 
 
 @functools.cache
@@ -357,7 +224,7 @@ class StepTimer:
         module: Any,
         *,
         accumulation: int,
-        clock: Clock,
+        clock: Callable[[], float],
         took: Callable[[float], None],
         talked: Callable[[bool], None],
     ) -> None:
@@ -365,8 +232,7 @@ class StepTimer:
         self._clock, self._took, self._talked = clock, took, talked
         self._accumulation = accumulation
         self._is_manual = not module.automatic_optimization
-        watched = filter(has_step_hooks, trainer.optimizers) if self._is_manual else ()
-        self._optimizers = [unwrapped(each) for each in watched]
+        self._optimizers = list(filter(has_step_hooks, trainer.optimizers)) if self._is_manual else []
         self._awaited, self._stepped = set(range(len(self._optimizers))), set[int]()
         self._window: list[float] = []
         self._since: float | None = None
@@ -434,64 +300,49 @@ class StepTimer:
         self._took(seconds)
 
 
-@contextlib.contextmanager
-def _accumulating(trainer: Any, number: int) -> Iterator[None]:
-    """Inside, the Trainer accumulates so many micro-batches."""
-    before, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, number
-    try:
-        yield
-    finally:
-        trainer.accumulate_grad_batches = before
-
-
 class LightningHost:
     """Trains with the fit loop of a Trainer, on this rank.
 
     Args:
-        trainer: At the start of a fit, optimizers made.
-        module: The model.
-        package: The Lightning package of both.
-        start: What every trial begins from, but for what has been made since for the optimizers and the loaders.
+        fit: Its optimizers are made.
         data: Feeds the loop.
-        agreement: Between ranks.
-        known_size: The largest size that the user is known to train with.
-        allow_oom: What the user says of trials that run out of memory, if anything.
         accumulation: Micro-batches of an optimizer step with a size, whatever the Trainer's own number is.
-        clock: Tells seconds.
 
     Attributes:
-        recorder: Shows steps to a memory plugin.
+        memory: The memory plugin of the run; None where it has none.
         decline: Why sizes that may not fit are predicted and not tried; empty where they are tried.
     """
 
-    def __init__(
-        self,
-        trainer: Any,
-        module: Any,
-        package: str,
-        *,
-        start: Start,
-        data: TrialData,
-        agreement: Coordinator,
-        known_size: int,
-        allow_oom: bool | None,
-        accumulation: Callable[[int], int],
-        clock: Clock,
-    ) -> None:
-        self._accumulation = accumulation
-        self.recorder = StepRecorder(trainer, module)
-        self.decline = reason_not_to_run_out(trainer, module, allow_oom)
-        self._trainer, self._module, self._package = trainer, module, package
+    def __init__(self, fit: Fit, data: TrialData, accumulation: Callable[[int], int]) -> None:
+        trainer, allow_oom = fit.trainer, fit.options.allow_oom
+        memory = getattr(trainer.strategy, "memory", None)
+        self.memory: MemoryPlugin | None = memory if isinstance(memory, MemoryPlugin) and memory.enabled else None
+        self._known_kinds = self.memory.step_kinds if self.memory is not None else frozenset[str]()
+        self.decline = reason_not_to_run_out(trainer, fit.module, allow_oom)
+        self._trainer, self._module, self._package = trainer, fit.module, fit.targets.package
         schedulers = [config.scheduler for config in trainer.strategy.lr_scheduler_configs]
-        self._start = start
         self._prepared = StateSnapshot(
-            (*start.roots, *trainer.optimizers, *schedulers), keeps_hooks=True, since=start.snapshot
-        )
-        self._plugin = StateSnapshot([trainer.precision_plugin])
-        self._data, self._clock = data, clock
-        self._agreement, self._known_size = agreement, known_size
-        self._may_talk = allow_oom is None and agreement.num_ranks > 1
+            (*fit.start.roots, trainer.precision_plugin, *trainer.optimizers, *schedulers), keeps_hooks=True,
+            since=fit.start,
+        )  # fmt: skip
+        self._data, self._clock, self._accumulation = data, fit.clock, accumulation
+        self._agreement, self._known_size = fit.agreement, fit.targets.base_size
+        self._may_talk = allow_oom is None and fit.agreement.num_ranks > 1
         self._has_talked = False
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget of the run's plan; without one what the device has, None where that has no limit."""
+        if self.memory is not None:
+            return self.memory.budget_bytes
+        device: torch.device = self._trainer.strategy.root_device
+        memory = memory_of(device)
+        return memory.free_bytes() + memory.allocated_bytes() if memory is not None else None
+
+    def forget(self) -> None:
+        """Drop what the run's plugin has learned of the steps that were tried."""
+        if self.memory is not None:
+            self.memory.forget(keep=self._known_kinds)
 
     @property
     def is_to_be_watched(self) -> bool:
@@ -500,45 +351,16 @@ class LightningHost:
 
     def train(self, batch_size: int, meter: StepMeter) -> None:
         """Run the fit loop with this size until the meter has enough."""
-        recorder = self.recorder
-
-        def took(seconds: float) -> None:
-            if not recorder.is_recording:
-                meter.step_took(seconds)
-            elif (recorded := recorder.step_took(seconds)) is not None:
-                meter.note(recorded)
 
         def talked(has_talked: bool) -> None:
             if not meter.exchanges:  # its own gradients, that is
                 self._has_talked |= has_talked
 
         timer = StepTimer(
-            self._trainer, self._module, accumulation=self._accumulation(batch_size), clock=self._clock, took=took,
-            talked=talked,
+            self._trainer, self._module, accumulation=self._accumulation(batch_size), clock=self._clock,
+            took=meter.step_took, talked=talked,
         )  # fmt: skip
-        with self._data.fed(batch_size), self._unfrozen():
-            # ranks ask for loaders together: one that goes without recording after all has them already
-            try:
-                if recorder.is_able and meter.is_recorded:
-                    recorder.begin()
-                self._run_timed(timer)
-            except (torch.OutOfMemoryError, BudgetInfeasibleError):
-                raise
-            except Exception as error:
-                if not recorder.is_recording:
-                    raise
-                # steps without the plugin raise it again where it is the model's and not the recording's
-                _log.debug("steps cannot be recorded, the search goes without predictions", exc_info=error)
-                release_frames(error)
-                recorder.end()
-                recorder.is_able = False
-                self._begin_again()
-                self._run_timed(timer)
-            finally:
-                recorder.end()
-
-    def _run_timed(self, timer: StepTimer) -> None:
-        with timer.timing():
+        with self._data.fed(batch_size), self._unfrozen(), timer.timing():
             self._run(timer.accumulation, before_batch=timer.before_batch, after_batch=timer.after_batch)
 
     def _run(self, accumulation: int, **hooks: Callable[[], None]) -> None:
@@ -546,7 +368,10 @@ class LightningHost:
         trainer, loop = self._trainer, self._trainer.fit_loop
         watch = _watch_class(self._package)(**hooks)
         call = import_from(self._package, "trainer.call")
-        with quiet(trainer, self._module, self._package, watch), _accumulating(trainer, accumulation):
+        with (
+            quiet(trainer, self._module, self._package, watch),
+            replaced(trainer, accumulate_grad_batches=accumulation),
+        ):
             call._call_lightning_module_hook(trainer, "on_fit_start")  # which comes after the callbacks' own
             num_before = -1
             while watch.num_batches > num_before:
@@ -556,14 +381,6 @@ class LightningHost:
                 trainer.should_stop = False
                 if loop._data_fetcher.done:  # Lightning begins another epoch of it only after the first
                     iter(loop._data_fetcher)
-
-    def _begin_again(self) -> None:
-        """Put back what steps have changed, but for what they are fed."""
-        loop = self._trainer.fit_loop
-        fed = {name: getattr(loop, name) for name in ("_combined_loader", "_data_fetcher", "max_batches")}
-        self.restore()
-        for name, value in fed.items():
-            setattr(loop, name, value)
 
     @contextlib.contextmanager
     def _unfrozen(self) -> Iterator[None]:
@@ -589,19 +406,9 @@ class LightningHost:
 
     def pilot(
         self, *, batch_size: int, plan: PilotPlan, num_steps: float, is_late: Callable[[], bool] = lambda: False
-    ) -> tuple[list[GradientSquares], list[GradientSquares]]:
-        """Make real optimizer steps and take the squares of their gradients; all is put back.
-
-        Args:
-            batch_size: Samples of a micro-batch.
-            plan: The steps.
-            num_steps: Those of the run, at whose end its schedules end; 0 where they are not to be stepped.
-            is_late: Whether no step more is to be made than a measurement needs.
-
-        Returns:
-            Those of the first steps, and those of the measured ones.
-        """
-        with _accumulating(self._trainer, plan.accumulation):
+    ) -> list[GradientSquares]:
+        """Make real optimizer steps and take the squares of the gradients of the measured ones; all is put back."""
+        with replaced(self._trainer, accumulate_grad_batches=plan.accumulation):
             pilot = Pilot(
                 self._trainer, self._module, plan, micro_size=batch_size, num_ranks=self._agreement.num_ranks,
                 num_steps=num_steps, is_late=is_late,
@@ -611,14 +418,12 @@ class LightningHost:
                     self._run(plan.accumulation, after_backward=pilot.after_backward, after_batch=pilot.after_batch)
             finally:
                 self.restore()
-        return pilot.first, pilot.measured
+        return pilot.measured
 
     def restore(self) -> None:
         """Undo what trials have done to model, data, loops, optimizers, GradScaler and generators."""
         for parameter in self._module.parameters():
             parameter.grad = None
-        self._plugin.restore()
-        self._start.random_states.restore()
         self._prepared.restore()
 
     def refusal(self, batch_size: int, trials: Sequence[Trial], predict: Predict) -> str:
@@ -635,7 +440,7 @@ class LightningHost:
         return "" if self._agreement.is_true_on_all(is_safe) else "predicted not to fit, not tried"
 
     def _is_predicted_to_fit(self, batch_size: int, predict: Predict) -> bool:
-        budget_bytes = self.recorder.budget_bytes
+        budget_bytes = self.budget_bytes
         prediction = predict(batch_size)
         if budget_bytes is None or prediction is None:
             return budget_bytes is None
