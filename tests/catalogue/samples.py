@@ -99,6 +99,11 @@ def samples_of(entry: Entry) -> list[Sample]:
     return samples if is_all() or not samples else [samples[_number(entry.name) % len(samples)]]
 
 
+def policies_of(entry: Entry) -> tuple[str, ...]:
+    """The policies of this run: both, or for one in two entries that alone which calls the op again."""
+    return ("all-recompute",) if not is_all() and _number(entry.name) % 2 else ("all-swap", "all-recompute")
+
+
 def _number(name: str) -> int:
     """A number that is the same in every process and for ever."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_offload import MemoryPlugin
-from tests.catalogue.samples import Entry, Sample, samples_of
+from tests.catalogue.samples import Entry, Sample, policies_of, samples_of
 from tests.engine.harness import Outcome, differences
 from tests.shares import is_all
 
@@ -21,7 +21,6 @@ NUM_STEPS = 5 if is_all() else 4
 """Recorded, verified, measured, and under the final plan, once at the least."""
 MANY = 50
 UNEVEN = "plain runs differ"
-POLICIES = ("all-swap", "all-recompute")
 TRAIN_SEED = 21
 
 
@@ -33,14 +32,18 @@ def check(entry: Entry) -> None:
     samples, once the others have passed, and so it is for a known limit.
     """
     samples = samples_of(entry)
-    left_out = [f"{number}: {why}" for number, sample in enumerate(samples) if (why := _why_not(number, sample))]
+    left_out = [
+        f"{number}: {why}"
+        for number, sample in enumerate(samples)
+        if (why := _why_not(number, sample, policies_of(entry)))
+    ]
     if left_out:
         pytest.skip(f"{entry}, sample {'; '.join(left_out)}")
     if not samples:
         pytest.skip("torch's catalogue has no such sample")
 
 
-def _why_not(number: int, sample: Sample) -> str:
+def _why_not(number: int, sample: Sample, policies: tuple[str, ...]) -> str:
     """Why a sample cannot be compared; "" where it was, and gives the same bits."""
     if sample.limit:
         return sample.limit
@@ -50,7 +53,7 @@ def _why_not(number: int, sample: Sample) -> str:
             plain = run_steps(sample, None)
         except (RuntimeError, NotImplementedError) as error:
             return str(error).splitlines()[0]
-    for policy in POLICIES:
+    for policy in policies:
         with warnings.catch_warnings(record=True) as given:
             warnings.simplefilter("always")
             found = differences(plain, run_steps(sample, MemoryPlugin(policy=policy)))

@@ -1,6 +1,6 @@
 """Trains with FSDP2 (`fully_shard`) on two processes under torchrun, plainly and within budgets; compares and counts.
 
-Usage: torchrun --nproc-per-node=2 sharded_checks.py FOLDER PART
+Usage: torchrun --nproc-per-node=2 sharded_checks.py FOLDER
 
 Each rank writes `done<rank>` at its end. What is alive is counted by a tracker that does not trust the library.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import sys
 import time
 from pathlib import Path
@@ -24,7 +25,9 @@ from torch.nn import functional
 
 from lightning_offload import MemoryPlugin
 from lightning_offload.plugins.persistent import PersistentState
+from lightning_offload.runtime.native import build
 from tests.engine.live_tracker import LiveStorageTracker
+from tests.shares import is_all
 
 WIDTH, NUM_BLOCKS, NUM_CLASSES, ROWS, NUM_STEPS = 64, 2, 1024, 192, 6
 """With so many classes the peak is at the loss."""
@@ -40,7 +43,11 @@ CASES: Cases = [
     ({**RESHARDED, "mp_policy": IN_HALF}, ("all-swap",)),
 ]
 """How models are sharded, and the policies that they train under."""
-PARTS: dict[str, Cases] = {"all": CASES, "policies": CASES[:1], "cases": [(RESHARDED, ("all-recompute",)), *CASES[1:]]}
+PARTS: dict[str, Cases] = {
+    "native": CASES if is_all() else CASES[:1],
+    "python": CASES if is_all() else [(RESHARDED, ("all-recompute",)), *CASES[1:]],
+}
+"""What is tried in each engine; in Python twice where there is no compiler."""
 
 
 class Block(nn.Module):
@@ -171,8 +178,12 @@ def main() -> None:
     dist.init_process_group("gloo")
     try:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for case, policies in PARTS[sys.argv[2]]:
-            check(mesh, case, policies)
+        for engine, cases in PARTS.items():
+            os.environ.pop("LIGHTNING_OFFLOAD_ENGINE", None)
+            if engine == "python" or build.why_not():
+                os.environ["LIGHTNING_OFFLOAD_ENGINE"] = "python"
+            for case, policies in cases:
+                check(mesh, case, policies)
         check_state(mesh)
         (Path(sys.argv[1]) / f"done{dist.get_rank()}").touch()
     finally:

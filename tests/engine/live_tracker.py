@@ -23,6 +23,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+_PLAIN = (Tensor, nn.Parameter)
+_SCALARS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})
+
 
 class Window:
     """The highest count of live bytes while the window was open."""
@@ -69,7 +72,7 @@ class LiveStorageTracker(TorchDispatchMode):
         if kwargs:
             self._follow(tuple(kwargs.values()))
         self._follow(result)
-        self._rise(str(func))
+        self._rise(func)
         return result
 
     def register(self, *objects: Any) -> None:
@@ -80,8 +83,12 @@ class LiveStorageTracker(TorchDispatchMode):
 
     def register_all(self) -> None:
         """Count every tensor that Python knows of, with its gradient; not those that `gc.freeze` has set aside."""
+        is_tensor: dict[type, bool] = {}
         for item in gc.get_objects():
-            if issubclass(type(item), Tensor) and not isinstance(item, FakeTensor):
+            kind = type(item)
+            if kind not in is_tensor:
+                is_tensor[kind] = issubclass(kind, Tensor) and not issubclass(kind, FakeTensor)
+            if is_tensor[kind]:
                 self._follow_tensor(item)
                 if item.is_leaf and item.grad is not None:
                     self._follow_tensor(item.grad)
@@ -97,15 +104,18 @@ class LiveStorageTracker(TorchDispatchMode):
         finally:
             self._windows.remove(opened)
 
-    def _rise(self, op: str) -> None:
-        if any(self.live_bytes > window.peak_bytes for window in self._windows):
-            self._read_sizes_again()
+    def _rise(self, op: object) -> None:
+        if not self._windows or self.live_bytes <= min(window.peak_bytes for window in self._windows):
+            return
+        self._read_sizes_again()
         for window in self._windows:
             if self.live_bytes > window.peak_bytes:
                 window.peak_bytes = self.live_bytes
-                window.peak_op = op
+                window.peak_op = str(op)
 
     def _follow(self, value: Any) -> None:
+        if type(value) in _SCALARS:
+            return
         if isinstance(value, Tensor):
             self._follow_tensor(value)
         elif isinstance(value, (tuple, list)):
@@ -116,36 +126,36 @@ class LiveStorageTracker(TorchDispatchMode):
                 self._follow(item)
 
     def _follow_tensor(self, tensor: Tensor) -> None:
-        if tensor.layout is torch.sparse_coo:
+        layout = tensor.layout
+        if layout is torch.sparse_coo:
             self._follow((tensor._indices(), tensor._values()))
             return
-        if is_traceable_wrapper_subclass(tensor):
+        if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()
             self._follow([getattr(tensor, name) for name in names])
             return
-        if tensor.layout is not torch.strided or tensor.device.type != self._device_type:
+        if layout is not torch.strided or tensor.device.type != self._device_type:
             return
         storage = tensor.untyped_storage()
-        if storage.resizable():  # else a view of memory that torch did not allocate: the runtime's host buffers
-            self._follow_storage(storage)
-
-    def _read_sizes_again(self) -> None:
-        for reference, _ in list(self._live.values()):
-            storage = reference()
-            if storage is not None:
-                self._follow_storage(storage)
-
-    def _follow_storage(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        num_bytes = storage.nbytes()
+        key, num_bytes = storage._cdata, storage.nbytes()
         known = self._live.get(key)
         if known is not None:
             if known[1] != num_bytes:
-                self._live[key] = (known[0], num_bytes)
-                self.live_bytes += num_bytes - known[1]
-            return
-        self._live[key] = (weakref.ref(storage, self._death_of(key)), num_bytes)
-        self.live_bytes += num_bytes
+                self._resized(key, num_bytes)
+        elif storage.resizable():  # else a view of memory that torch did not allocate: the runtime's host buffers
+            self._live[key] = (weakref.ref(storage, self._death_of(key)), num_bytes)
+            self.live_bytes += num_bytes
+
+    def _read_sizes_again(self) -> None:
+        for key, (reference, known_bytes) in list(self._live.items()):
+            storage = reference()
+            if storage is not None and (num_bytes := storage.nbytes()) != known_bytes:
+                self._resized(key, num_bytes)
+
+    def _resized(self, key: int, num_bytes: int) -> None:
+        reference, known_bytes = self._live[key]
+        self._live[key] = (reference, num_bytes)
+        self.live_bytes += num_bytes - known_bytes
 
     def _death_of(self, key: int) -> Any:
         tracker = weakref.ref(self)

@@ -38,7 +38,7 @@ MODELS = (
 
 FIXED: Mapping[str, Action] = {"keep-all": "keep", "swap-all": "swap", "recompute-all": "recompute"}
 RANDOM = ("random-1", "random-2", "random-3", "random-4")
-DRAWN = pairs(MODELS, RANDOM, every=2)
+DRAWN = pairs(MODELS, (*FIXED, "mixed", *RANDOM), every=3)
 OVER = 0.01
 """Predictions may be a little high: memory is counted from tick to tick, and several things happen in one."""
 
@@ -48,7 +48,7 @@ NUM_STEPS = 2
 
 def plans_of(name: str) -> tuple[str, ...]:
     """Those that a model is trained under: models one after another, since what is plain is known of one."""
-    return (*FIXED, "mixed", *(plan for plan in RANDOM if (name, plan) in DRAWN))
+    return tuple(plan for model, plan in DRAWN if model == name)
 
 
 @functools.cache

@@ -149,7 +149,7 @@ class Trained:
         build, make, _ = JOBS[name]
         torch.manual_seed(3)
         model, rng = build(), random.Random(seed)
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
         self.losses: list[float] = []
         self.phases: list[str] = []
         self.peaks: list[int] = []
@@ -214,7 +214,7 @@ def _budget(name: str, height: float) -> int:
 def _levels(name: str) -> tuple[int, int]:
     build, _, batch = JOBS[name]
     model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
     with MemoryPlugin(budget="64GiB") as memory:
         for _ in range(4):
             with memory.step(**batch):
@@ -300,7 +300,7 @@ def test_a_copy_that_appears_late_counts_for_all_shapes(
     held: list[list[Tensor]] = []
     with MemoryPlugin(budget=budget + sum(p.nbytes for p in Features().parameters())) as memory:
         rng, model = random.Random(0), Features()
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
         over = []
         with LiveStorageTracker() as tracker:
             for step in range(late + within + 14):
@@ -340,7 +340,7 @@ def test_named_policies_plan_new_shapes(policy: str, height: float | None) -> No
 def test_a_shape_that_cannot_fit_is_refused_before_its_first_op(tier: str) -> None:
     """With its shape in the message; and training goes on with the next one."""
     model = _gpt2()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
     budget = int(0.5 * _budget("gpt2", 0.0))  # which 256 tokens cannot do with, and what is recorded can exceed
 
     def train(memory: MemoryPlugin, length: int) -> None:

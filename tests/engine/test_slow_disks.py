@@ -35,10 +35,9 @@ from lightning_offload.runtime.native import build
 from lightning_offload.runtime.staged_lanes import StagedLanes
 from tests.engine.live_tracker import LiveStorageTracker
 from tests.one_thread import one_thread as one_thread
-from tests.shares import is_all
+from tests.shares import is_all, pairs
 
-needs_core = pytest.mark.skipif(bool(build.why_not()), reason=f"no native core: {build.why_not()}")
-ENGINES = ("python", pytest.param("native", marks=needs_core))
+ENGINES = ("python", "native")
 SEEDS = range(24 if is_all() else 6)
 STEPS = 14
 ROWS, WIDTH = 1024, 64
@@ -260,12 +259,13 @@ def _known(seed: int) -> tuple[Ran, int]:
         return setting.train(None), _least_budget(setting, Path(folder))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("seed", "engine"), pairs(SEEDS, ENGINES, every=2))
 def test_no_fault_of_the_disk_breaks_the_promise(
     seed: int, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Peaks, and plans, are within the named minimum in each step; bits are plain's; nothing is warned of."""
+    if engine == "native" and (why := build.why_not()):
+        pytest.skip(f"no native core: {why}")
     monkeypatch.setenv("LIGHTNING_OFFLOAD_ENGINE", engine)
     dice = random.Random(seed)
     setting = Setting.drawn(dice)

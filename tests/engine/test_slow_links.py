@@ -28,7 +28,7 @@ from tests.capture.recording import record
 from tests.one_thread import one_thread as one_thread
 from tests.runtime.clocked_lanes import ClockedLanes, VirtualClock
 from tests.runtime.inline import inline_lanes
-from tests.shares import is_all
+from tests.shares import is_all, share
 from tests.zoo.models import hugging_face
 from tests.zoo.models.resnet import ResNet
 
@@ -203,17 +203,12 @@ def _not_replayable(graph: StepGraph) -> StepGraph:
 SCENES = [(name, link, mix) for name in MODELS for link in LINKS for mix in MIXES]
 
 
-def _heights(number: int) -> tuple[float, ...]:
-    """All, or the one next to the floor, where there is the least room for an error, and another by turns."""
-    return HEIGHTS if is_all() else (HEIGHTS[(number + number // len(MIXES)) % 3], HEIGHTS[-1])
-
-
 CASES = [
     pytest.param(*scene, height, id=f"{'-'.join(scene)}-{height}")
     for number, scene in enumerate(SCENES)
-    for height in _heights(number)
+    for height in (HEIGHTS if is_all() else (HEIGHTS[(number + number // 6) % len(HEIGHTS)],))
 ]
-OTHERS = CASES if is_all() else [case for number, case in enumerate(CASES) if (number + number // 2) % 2]
+"""Each height comes with each model, link and mix, or all of them with all."""
 
 
 @pytest.mark.parametrize(("name", "link", "mix", "height"), CASES)
@@ -231,7 +226,7 @@ def _is_close(actual: float, predicted: float) -> bool:
     return abs(actual - predicted) <= RELATIVE * predicted + ABSOLUTE_SECONDS
 
 
-@pytest.mark.parametrize(("name", "link", "mix", "height"), OTHERS)
+@pytest.mark.parametrize(("name", "link", "mix", "height"), share(CASES, 2))
 def test_memory_is_the_predicted_whatever_the_speed(name: str, link: str, mix: str, height: float) -> None:
     """Links that are faster or slower than planned, or erratic, change neither a bit nor the peak."""
     subject = Subject.of(name)

@@ -23,7 +23,8 @@ from tests.shares import pairs
 
 SIDE = 24
 NUM_ROWS = 512
-NUM_STEPS = 6
+NUM_STEPS = 5
+"""Two of them under the final plan."""
 
 
 class Net(nn.Module):
@@ -303,7 +304,7 @@ def _interrupted(net: Net, x: Tensor) -> Tensor:
     return _squares(vmap(jacfwd(grad(raising)))(net(x)))
 
 
-@pytest.mark.parametrize(("policy", "index"), pairs(["all-recompute", "all-swap"], [0, 1, 4], every=2))
+@pytest.mark.parametrize(("policy", "index"), pairs(["all-recompute", "all-swap"], [0, 1, 3], every=2))
 def test_error_in_a_transform_leaves_nothing(policy: str, index: int) -> None:
     """A step that fails inside of transforms keeps no memory, and the steps around it are exact."""
     calls = iter(range(NUM_STEPS))

