@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_offload import MemoryPlugin
-from lightning_offload.capture import observed
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph import DeviceSpec
-from lightning_offload.plugins import hardware
+from lightning_offload.plugins import hardware, link_rates
 from lightning_offload.runtime import tiers
 from lightning_offload.runtime.lanes import Block, Copy, CopyLanes, CpuMover, LaneTimes
 from lightning_offload.runtime.native import build
@@ -232,7 +231,7 @@ def _on(disk: SlowDisk, rate: float) -> Iterator[None]:
     with (
         mock.patch.object(tiers, "StagedLanes", return_value=disk),
         mock.patch.object(hardware, "measure_spec", return_value=spec),
-        mock.patch.object(observed, "MIN_BYTES", 1),  # there are no latencies
+        mock.patch.object(link_rates, "MIN_BYTES", 1),  # there are no latencies
     ):
         yield
 

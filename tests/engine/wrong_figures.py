@@ -18,13 +18,12 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_offload import MemoryPlugin
-from lightning_offload.capture import observed
 from lightning_offload.capture.timing import scaled
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph import DeviceSpec, MemoryPlan
 from lightning_offload.planning.planner import plan as make_plan
 from lightning_offload.planning.trace import follow
-from lightning_offload.plugins import hardware
+from lightning_offload.plugins import hardware, link_rates
 from lightning_offload.plugins import step as run
 from lightning_offload.plugins.shape_families import shape_of
 from lightning_offload.tensors.observer import observe_all
@@ -156,7 +155,7 @@ def _in_virtual_time(clock: VirtualClock, device: DeviceSpec, believed: DeviceSp
         mock.patch.object(hardware, "measure_spec", return_value=believed),
         mock.patch.object(run, "observe_all", lambda observers: observe_all((clock, *observers))),
         mock.patch.object(run, "StepClock", Clock),
-        mock.patch.object(observed, "MIN_BYTES", 1),  # there are no latencies
+        mock.patch.object(link_rates, "MIN_BYTES", 1),  # there are no latencies
         clock.timing_replays(),
     ):
         yield
