@@ -76,16 +76,6 @@ def structure_of(graph: StepGraph) -> str:
     return hasher.hexdigest()[:32]
 
 
-def with_lifetimes_of(graph: StepGraph, other: StepGraph) -> StepGraph | None:
-    """A step with storages that the program holds for as long as in another one; None where structures differ."""
-    if structure_of(graph) != structure_of(other):
-        return None
-    storages = zip(graph.storages, other.storages, strict=True)
-    return dataclasses.replace(
-        graph, storages=tuple([dataclasses.replace(mine, death=its.death) for mine, its in storages])
-    )
-
-
 def difference(first: StepGraph, second: StepGraph) -> str | None:
     """Where the structures of two graphs part, for a message; None where they are the same."""
     rows = itertools.zip_longest(_rows(first), _rows(second), fillvalue=("the step is over", None))

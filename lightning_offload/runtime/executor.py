@@ -117,7 +117,6 @@ class StepExecutor:
             leaves its program.
         live_scan: The identities of all storages that are there as it begins. None where nobody knows: then what no op
             was seen to make is taken to be among them.
-        spare_bytes: How much of what is saved first may stay on the device, in a step without a program.
         keeps_all: Whether to keep all that is saved, for as long as the step follows its program.
         packs: Whether saved tensors come by.
         may_leave: Whether they leave the device once the step has left its program.
@@ -144,7 +143,6 @@ class StepExecutor:
         sees_ops: bool = True,
         persistent: Callable[[], Collection[int]] = frozenset,
         live_scan: Collection[int] | None = None,
-        spare_bytes: int = 0,
         keeps_all: bool = False,
         packs: bool = True,
         may_leave: bool = True,
@@ -180,10 +178,7 @@ class StepExecutor:
         self._materializer = Materializer(device, tiers, self._table, decisions, observer, verifier, make=self._maker())
         minds_writes = program is None or program.minds_writes(sees_ops=sees_ops)
         self._writes = WriteBarrier(self._table, self._materializer, self._lock, observer, minds_others=minds_writes)
-        self._fallback = OffloadAll(
-            self._table, self._tracker, self._materializer, persistent, sees_ops=sees_ops,
-            spare_bytes=spare_bytes if program is None else 0,
-        )  # fmt: skip
+        self._fallback = OffloadAll(self._table, self._tracker, self._materializer, persistent, sees_ops=sees_ops)
         follower = follower_of(program) if program is not None else None
         self._follower: Follower | None = follower
         self._follows_ops = follower is not None and follower.follows_ops

@@ -45,11 +45,10 @@ class OffloadAll:
         materializer: Moves them.
         persistent: Gives the identities of storages that outlive the step.
         sees_ops: Whether the step's ops are seen.
-        spare_bytes: How much of what is saved first may stay on the device.
 
     Attributes:
         swapped_bytes: Saved bytes that left the device.
-        stayed_bytes: Saved bytes that stayed: there was room for them, or no tier had any.
+        stayed_bytes: Saved bytes that stayed: no tier had room.
         took_data: Whether the program took ``Tensor.data`` of what the step made.
     """
 
@@ -61,7 +60,6 @@ class OffloadAll:
         persistent: Callable[[], Collection[int]],
         *,
         sees_ops: bool,
-        spare_bytes: int,
     ) -> None:
         self.swapped_bytes = self.stayed_bytes = 0
         self.took_data = False
@@ -69,31 +67,17 @@ class OffloadAll:
         self.sees_ops = sees_ops
         self._persistent = persistent
         self._outliving: Collection[int] | None = None
-        self._grants_room, self._spare_bytes = spare_bytes > 0, spare_bytes
         self._kept: list[weakref.ref[Handle]] = []
         self._late = Late()
 
     def leave(self, value: LiveValue, storage: torch.UntypedStorage) -> bool:
         """Let a saved value leave the device; whether it need not be kept as it is."""
-        if self._grants_room and self._may_stay(value, storage):
-            return False
         has_left = self.materializer.swap_out(value, storage, None, release_now=True)
         if has_left:
             self.swapped_bytes += value.num_bytes
         else:
             self.stayed_bytes += value.num_bytes
         return has_left
-
-    def _may_stay(self, value: LiveValue, storage: torch.UntypedStorage) -> bool:
-        """Whether a saved value is one of those for which there is room."""
-        if value.storage is not None and not value.is_ours:  # it stayed already
-            return True
-        if value.num_bytes > self._spare_bytes:
-            return False
-        self._spare_bytes -= value.num_bytes
-        self.stayed_bytes += value.num_bytes
-        self.table.own(value, storage)
-        return True
 
     def outliving(self) -> Collection[int]:
         """The identities of storages that outlive the step."""

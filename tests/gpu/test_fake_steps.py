@@ -16,6 +16,7 @@ from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.plugins.fake import Step, record_fake
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.hooks import executing
+from lightning_offload.runtime.host_pool import HostPool
 from lightning_offload.runtime.tiers import Tiers
 from tests.gpu.device import CUDA_MARKS, DEVICE, IS_EMULATED, TOLERANT
 from tests.plugins.test_fake_cuda import Attention, Cell, Function
@@ -130,11 +131,10 @@ def recorded(case: Case) -> StepGraph:
     recorder = Recorder(DEVICE, model)
     executor = StepExecutor(
         device=DEVICE,
-        tiers=Tiers(inline_lanes()),
+        tiers=Tiers(inline_lanes(), HostPool(budget_bytes=0)),
         program=None,
         observer=recorder,
         verifier=None,
-        spare_bytes=1 << 40,
     )
     with executing(executor):
         step()
