@@ -25,7 +25,7 @@ from tests.adapters.nets import assert_same, state_of
 from tests.engine.live_tracker import LiveStorageTracker
 from tests.shares import is_all
 
-NUM_STEPS = 300 if is_all() else 50
+NUM_STEPS = 300 if is_all() else 60
 NUM_LEARNING = 20
 """From there on nine steps of ten are to be planned."""
 BATCH_SIZE = 2

@@ -43,7 +43,7 @@ def test_same_bits_under_each_policy(name: str, policy: str) -> None:
     _train(name, policy, None)
 
 
-@pytest.mark.parametrize(("name", "policy"), pairs(CASES, PUBLISHED, every=7))
+@pytest.mark.parametrize(("name", "policy"), pairs(CASES, PUBLISHED, every=5))
 def test_same_bits_within_a_budget_or_a_floor_that_works(name: str, policy: str) -> None:
     """At half the height above the floor, or at the floor that the policy says it needs, the bits are the same."""
     budget = levels(name).budget(HEIGHT)
