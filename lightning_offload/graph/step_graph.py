@@ -25,8 +25,6 @@ from lightning_offload.graph import codec
 
 Phase = Literal["forward", "backward"]
 
-_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
@@ -198,11 +196,6 @@ class StepGraph:
     def seconds(self) -> float:
         """Sum of the ops' durations."""
         return sum(op.seconds for op in self.ops)
-
-    @property
-    def has_collectives(self) -> bool:
-        """Whether ranks talk to one another within the step."""
-        return any(op.name.partition(".")[0] in _COLLECTIVES for op in self.ops)
 
     def allocated(self) -> StepGraph:
         """The same step with storages as large as what the allocator hands out for them."""

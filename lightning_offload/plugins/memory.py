@@ -221,10 +221,6 @@ class MemoryPlugin:
         self._steps.finish_if_read()
         return make_report(self._steps, of_last=of_last)
 
-    def allow_unserved(self) -> None:
-        """Have optimizers step without a step of the plugin before, as they do where it only watches for a while."""
-        self._steps.misuse.allow("no step")
-
     @property
     def phase(self) -> Phase:
         """What the last step did, cf. :class:`~lightning_offload.plugins.report.Report`; it costs nothing to ask."""

@@ -78,10 +78,6 @@ class Misuse:
             self._told.add(kind)
             warnings.warn(message or self.advice.get(kind) or _MESSAGES[kind], stacklevel=stacklevel + 1)
 
-    def allow(self, kind: Kind) -> None:
-        """Take that for meant: nothing is told of it."""
-        self._told.add(kind)
-
     def note_step(self) -> None:
         """A step runs under the plugin."""
         self._is_served = True

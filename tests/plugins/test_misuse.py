@@ -76,15 +76,6 @@ def test_training_without_a_step(is_known: bool, monkeypatch: pytest.MonkeyPatch
     memory.detach()
 
 
-def test_training_without_a_step_that_is_meant() -> None:
-    """Whoever only watches for a while says so, before."""
-    model = net()
-    with told(), attached(model) as memory:
-        memory.allow_unserved()
-        model(rows(32)).sum().backward()
-        torch.optim.SGD(model.parameters(), 0.1).step()
-
-
 def test_a_step_within_a_closure() -> None:
     """LBFGS and Lightning run the training step inside the optimizer's: nothing to tell."""
     model, batch = net(), rows(32)
