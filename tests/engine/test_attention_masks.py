@@ -18,7 +18,7 @@ from tests.shares import is_all
 from tests.zoo.models import hugging_face
 
 Batch = dict[str, Tensor]
-LENGTH = 96
+LENGTH, NUM_STEPS = 96, 6
 
 
 def ids(step: int, rows: int, length: int) -> Tensor:
@@ -105,11 +105,7 @@ def llama() -> nn.Module:
 
 
 def train(
-    build: Callable[[], nn.Module],
-    batch: Callable[[int], Batch],
-    policy: str | None = None,
-    budget: int | None = None,
-    num_steps: int = 6,
+    build: Callable[[], nn.Module], batch: Callable[[int], Batch], policy: str | None = None, budget: int | None = None
 ) -> tuple[list[bytes], Report | None]:
     """Losses and gradients of a few steps, as bytes, and what the plugin reports."""
     model, found, memory = build(), list[bytes](), None
@@ -119,7 +115,7 @@ def train(
             memory = MemoryPlugin(f"{budget}B" if budget else None, policy=policy, device="cpu", module=model)
             memory.attach()
             stack.callback(memory.detach)
-        for step in range(num_steps):
+        for step in range(NUM_STEPS):
             inputs = batch(step)
             with memory.step(inputs) if memory is not None else contextlib.nullcontext():
                 loss = model(**inputs)["loss"]
@@ -131,18 +127,18 @@ def train(
         return found, memory.report() if memory is not None else None
 
 
-def exact(build: Callable[[], nn.Module], batch: Callable[[int], Batch], num_steps: int = 6) -> Report:
+def exact(build: Callable[[], nn.Module], batch: Callable[[int], Batch]) -> Report:
     """Train by every policy, each bit for bit as without; what was reported within a budget is returned."""
-    expected, _ = train(build, batch, num_steps=num_steps)
-    actual, report = train(build, batch, "all-swap", num_steps=num_steps)
+    expected, _ = train(build, batch)
+    actual, report = train(build, batch, "all-swap")
     assert actual == expected
-    assert train(build, batch, "all-recompute", num_steps=num_steps)[0] == expected
+    assert train(build, batch, "all-recompute")[0] == expected
     assert report is not None
     assert report.floor_bytes is not None
     assert report.plain_peak_bytes is not None
     assert report.swapped_bytes > 0
     budget = (report.floor_bytes + report.plain_peak_bytes) // 2
-    actual, report = train(build, batch, "auto", budget, num_steps)
+    actual, report = train(build, batch, "auto", budget)
     assert actual == expected
     assert report is not None
     assert report.measured_peak_bytes is not None
@@ -180,5 +176,5 @@ def test_flex_attention_op_by_op(engine: str, monkeypatch: pytest.MonkeyPatch) -
     if engine == "python":
         monkeypatch.setenv("LIGHTNING_OFFLOAD_ENGINE", engine)
     torch._dynamo.reset()
-    exact(Flex, documents, num_steps=4)
+    exact(Flex, documents)
     torch._dynamo.reset()
