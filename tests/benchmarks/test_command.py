@@ -38,6 +38,7 @@ def test_host_has_a_ratio_for_each_kind_of_plan(capsys: pytest.CaptureFixture[st
     assert found["keep-all", "swapped_bytes"] == found["keep-all", "recomputed_bytes"] == 0
     assert found["all-swap", "swapped_bytes"] > 0 == found["all-swap", "recomputed_bytes"]
     assert found["all-recompute", "recomputed_bytes"] > 0
+    assert found["all-recompute", "mean_ratio"] > 0
 
 
 @pytest.mark.usefixtures("nothing_stored")
