@@ -389,9 +389,7 @@ class Session:
             run_seconds=(self._run_seconds(found.trials) if counts_tuning else None) or math.inf,
         )
         least = {THROUGHPUT: None, GOODPUT: LEAST_SPEEDUP}.get(objective.name, 1.0)
-        return choose(
-            found, speedups, base_size=base, min_confidence=self._options.min_confidence, least=least
-        )  # fmt: skip
+        return choose(found, speedups, base_size=base, min_confidence=self._options.min_confidence, least=least)
 
     def _of_search(
         self,
