@@ -185,7 +185,7 @@ class PlanSource:
 
     def must_count(self) -> bool:
         """Whether the peak of the coming step is to be counted."""
-        return self.sampling_schedule.is_due(is_changing=False)
+        return self.sampling_schedule.is_due()
 
     def begin_step(self, *, is_counted: bool) -> None:
         """The coming step begins, and its peak is counted or not."""
@@ -259,6 +259,10 @@ class ShapeBucket(PlanSource):
     @override
     def begin_anew(self) -> None:
         pass  # plans of other buckets stay
+
+    @override
+    def must_count(self) -> bool:
+        return self.sampling_schedule.is_due("sizes")
 
     @override
     def with_own_times(self, graph: StepGraph) -> StepGraph:
@@ -357,7 +361,7 @@ class Superset(PlanSource):
     @override
     def must_count(self) -> bool:
         is_first = self._changes.spans_sizes and self.size not in self._changes.counted_sizes
-        return is_first or self.sampling_schedule.is_due(is_changing=True) or self._changes.plain.must_watch
+        return is_first or self.sampling_schedule.is_due("structures") or self._changes.plain.must_watch
 
     @override
     def begin_step(self, *, is_counted: bool) -> None:

@@ -1,15 +1,19 @@
 """Which planned steps have their memory counted, and which that keep everything go without hooks.
 
-A plan's memory does not change from step to step, and counting costs host time (on a CPU a counted step of tiny ops
+One plan's memory does not change from step to step, and counting costs host time (on a CPU a counted step of tiny ops
 takes nine times as long as others: Python sees each of its ops). So the first two steps that can be are counted, under
-each plan, then one after 28 to 32, and after each the distance doubles, up to one in 512. Where structures change it
-may: so more are, the first twelve, then one in 9 to 13, and after a hundred one in 28 to 32. The distance varies, so
-that steps that come in turns do not evade it.
+each plan, then one after 28 to 32, and after each the distance doubles, up to one in 512. Where sizes vary, several
+plans share a schedule, which stays at one in 28 to 32. Where structures change more are counted: the first twelve, then
+one in 9 to 13, and after a hundred one in 28 to 32. The distance varies, so that steps that come in turns do not
+evade it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
+
+Varying = Literal["sizes", "structures"]
 
 _SELDOM, _OFTEN = 32, 13
 _NUM_FIRST = 2
@@ -38,18 +42,19 @@ class SamplingSchedule:
         """Steps are under another plan from now on."""
         self.num_fresh = 0
 
-    def is_due(self, *, is_changing: bool) -> bool:
+    def is_due(self, varying: Varying | None = None) -> bool:
         """Whether the coming step is one to count.
 
         Args:
-            is_changing: Whether structures change.
+            varying: What of steps varies; None where they are alike.
         """
+        is_changing = varying == "structures"
         sooner = self.num_counted**2 % 5
         if self.num_fresh < _NUM_FIRST or (is_changing and self.num_counted < _NUM_FIRST_CHANGING):
             return True
-        if not is_changing:
+        if varying is None:
             return self.num_uncounted + 1 >= (_SELDOM << min(self.num_fresh - _NUM_FIRST, _NUM_DOUBLINGS)) - sooner
-        is_soon = self.num_steps < _NUM_SOON_CHANGING
+        is_soon = is_changing and self.num_steps < _NUM_SOON_CHANGING
         return self.num_uncounted + 1 >= (_OFTEN if is_soon else _SELDOM) - sooner
 
     def begin_step(self, *, is_counted: bool) -> None:

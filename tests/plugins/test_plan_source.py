@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -114,3 +115,15 @@ def test_a_plan_of_another_is_not_taken_where_it_recomputes_what_came_out_otherw
     assert recomputed
     assert source.make(task).decisions == given.decisions
     assert not source.make(dataclasses.replace(task, mismatched=frozenset(recomputed))).decisions
+
+
+@pytest.mark.parametrize(("name", "longest"), [("recorded", 512), ("shape bucket", 32), ("superset", 32)])
+def test_only_steps_under_one_plan_come_to_be_counted_ever_more_seldom(name: str, longest: int) -> None:
+    """Sizes and structures that vary are counted as often for good."""
+    source, _ = SOURCES[name]()
+    counted = []
+    for step in range(3000):
+        is_counted = source.must_count()
+        source.begin_step(is_counted=is_counted)
+        counted += [step] * is_counted
+    assert longest - 4 <= max(later - earlier for earlier, later in itertools.pairwise(counted)) <= longest
