@@ -165,7 +165,7 @@ class Baseline:
         with self._clock:
             if is_recorded and self._clock.is_due(_COLLECTING_SHARE):
                 gc.collect()  # what waits for it is no part of the steps to come
-            storages = self._state.storages(device)
+            storages = {**self._state.storages(device), **inputs}  # which may have been set aside (``gc.freeze``)
             known = self._known(device).keys()
             others = {key: storage for key, storage in storages.items() if key not in known}
             before, are_replaced = self._others, self.num_scans > 0
