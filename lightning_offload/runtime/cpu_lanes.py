@@ -31,6 +31,7 @@ from lightning_offload.runtime.lanes import (
     failed_copy,
     without_frames,
 )
+from lightning_offload.runtime.native_lanes import NativeLanes
 
 
 class Job:
@@ -209,6 +210,10 @@ class CpuLanes(WorkerLanes):
         super().__init__(
             _CpuWorker("lightning-offload-swap-out", is_out=True), _CpuWorker("lightning-offload-swap-in", is_out=False)
         )
+
+    @override
+    def in_core(self, core: Any) -> CopyLanes | None:
+        return NativeLanes(core.Lanes(DONE, SMALL_BYTES), self)
 
     @override
     def swap_out(self, storage: torch.UntypedStorage, block: Block) -> Copy:

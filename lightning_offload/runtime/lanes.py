@@ -21,6 +21,7 @@ hands that copy on to whoever gets the memory next, and lanes order their copies
 from __future__ import annotations
 
 import abc
+import contextlib
 import ctypes
 import dataclasses
 import threading
@@ -75,6 +76,14 @@ class CopyLanes(abc.ABC):
     @abc.abstractmethod
     def swap_in(self, block: Block, storage: torch.UntypedStorage) -> Copy:
         """Start copying a block to a device storage."""
+
+    def in_core(self, core: Any) -> CopyLanes | None:
+        """Lanes that do the same from now on, in the native core as far as it can; None where it cannot at all.
+
+        Args:
+            core: The core.
+        """
+        return None
 
     def prepare(self) -> None:  # noqa: B027  (most lanes need nothing)
         """Have what copies need besides both ends, before there is one.
@@ -223,6 +232,11 @@ class Copy(abc.ABC):
             SpillError: The copy failed.
         """
 
+    def settle(self) -> None:
+        """Block until the copy is done or has failed."""
+        with contextlib.suppress(SpillError):
+            self.synchronize()
+
 
 class HostCopy(Copy):
     """A copy that a thread of this process makes.
@@ -265,8 +279,8 @@ class HostCopy(Copy):
         """Block until the thread that makes it has let go of both sides."""
         self._done.wait()
 
+    @override
     def settle(self) -> None:
-        """Block until the copy is done or has failed."""
         self._done.wait()
 
 

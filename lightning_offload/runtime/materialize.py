@@ -80,11 +80,16 @@ class Materializer:
         if block is None:
             return False
         value.block = block
-        self._tiers.lanes.note_use(storage)  # plainly it would have stayed until backward, whoever computes meanwhile
-        value.copy = self._tiers.swap_out(storage, block)
+        self.start_out(value, storage)
         if release_now:
             self.release(value)
         return True
+
+    def start_out(self, value: LiveValue, storage: torch.UntypedStorage) -> None:
+        """Start copying a value to its block."""
+        assert value.block is not None
+        self._tiers.lanes.note_use(storage)  # plainly it would have stayed until backward, whoever computes meanwhile
+        value.copy = self._tiers.swap_out(storage, value.block)
 
     def release(self, value: LiveValue) -> None:
         """Wait for a value's copy out and drop its device memory; nothing if there is no such copy.

@@ -27,6 +27,7 @@ from lightning_offload.runtime.environment import Environment
 from lightning_offload.runtime.executor import NOT_THERE_FOR_GRAPH, StepExecutor
 from lightning_offload.runtime.follow import ByForm
 from lightning_offload.runtime.hooks import DisableTorchFunction, bypass_mode, dynamo_disabled
+from lightning_offload.runtime.lanes import Block
 from lightning_offload.runtime.ledger import Ledger
 from lightning_offload.runtime.program import Program
 from lightning_offload.runtime.sight import core_on
@@ -34,8 +35,8 @@ from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.runtime.values import Handle, LiveValue, ValueTable, raise_modified
 from lightning_offload.tensors.op_facts import as_saved
 
-_MADE, _RELEASES, _EXTERNAL = 1, 2, 4  # flags of packs
-_SWAP, _RECOMPUTE, _MEMO = 1, 2, 4  # actions of storages
+_MADE, _EXTERNAL = 1, 2  # flags of packs
+_SWAP, _RECOMPUTE, _MEMO, _RELEASED_AT_PACK = 1, 2, 4, 8  # actions of storages
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -77,7 +78,7 @@ class NativeExecutor(StepExecutor):
         sees_ops: bool,
         persistent: Callable[[], Collection[int]] = frozenset,
     ) -> None:
-        self._core = core
+        self._core, self._tiers = core, tiers
         super().__init__(
             device=device, tiers=tiers, program=program, observer=None, verifier=None, sees_ops=sees_ops,
             persistent=persistent,
@@ -88,7 +89,8 @@ class NativeExecutor(StepExecutor):
         assert self.program is not None
         compiled = _compiled(self._core, self.program, sees_ops=self.sees_ops)
         capturing = self._is_capturing if self._can_capture else None
-        self._step = self._core.Step(compiled, str(self._device), self, self._lease, capturing)
+        lanes = self._tiers.in_core(self._core)
+        self._step = self._core.Step(compiled, str(self._device), self, self._lease, capturing, lanes)
         return cast("ValueTable", self._step)
 
     @override
@@ -221,16 +223,23 @@ class NativeExecutor(StepExecutor):
         self._follower.go_to(place)
         self.deviate(self._follower.refuse(name))
 
-    @_upward
-    def _release_at_op(self, place: int) -> None:
+    @dynamo_disabled
+    def _allocate(self, index: int, num_bytes: int) -> tuple[Block, int] | None:
         assert self.program is not None
-        self._fallback.release(self.program.op_release, (place,))
+        block = self._tiers.allocate(num_bytes, self.program.places.get(index))
+        return (block, self._tiers.address_of(block)) if block is not None else None
 
     @_upward
-    def _release_at_pack(self, place: int) -> None:
-        assert self.program is not None
-        if not (self._can_capture and self._is_capturing()):  # a graph must not wait for copies
-            self._fallback.release(self.program.release_at_pack, (place,))
+    def _start_out(self, value: LiveValue, storage: torch.UntypedStorage) -> None:
+        self._materializer.start_out(value, storage)
+
+    @_upward
+    def _release(self, value: LiveValue) -> None:
+        self._materializer.release(value)
+
+    @_upward
+    def _fetch(self, value: LiveValue) -> None:
+        self._materializer.fetch(value)
 
     @_upward
     def _first_unpack(self) -> None:
@@ -264,11 +273,7 @@ class NativeExecutor(StepExecutor):
 
     @_upward
     def _swap_out(self, value: LiveValue, storage: torch.UntypedStorage) -> bool:
-        if self._follower is None:
-            return self._fallback.leave(value, storage)
-        assert self.program is not None
-        decision, place = self.program.decisions[value.index], self.program.places.get(value.index)
-        return self._materializer.swap_out(value, storage, place, release_now=decision.release_op == AT_PACK)
+        return self._fallback.leave(value, storage)
 
     @_upward
     def _leave_late(self, handle: Handle, tensor: Tensor) -> None:
@@ -339,10 +344,12 @@ def _compiled(core: ModuleType, program: Program, *, sees_ops: bool) -> Any:
             first_packs=program.first_packs,
             pack_flags=bytes(
                 (_MADE if place in program.made_packs else 0)
-                | (_RELEASES if place in program.release_at_pack else 0)
                 | (_EXTERNAL if route is not None and route.is_external[place] else 0)
                 for place in range(num_packs)
             ),
+            pack_releases=program.release_at_pack,
+            unpack_releases=program.release_at_unpack,
+            fetches=program.prefetch,
             is_routed=route is not None,
             forms=route.forms if route is not None else (),
             kept_bytes=route.kept_bytes if route is not None else (),
@@ -363,7 +370,7 @@ def _action(program: Program, storage: int) -> int:
     if decision is None or decision.action == "keep":
         return 0
     if decision.action == "swap":
-        return _SWAP
+        return _SWAP | (_RELEASED_AT_PACK if decision.release_op == AT_PACK else 0)
     return _RECOMPUTE | (_MEMO if decision.memo else 0)
 
 

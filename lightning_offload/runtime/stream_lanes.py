@@ -27,6 +27,7 @@ from typing_extensions import override
 
 from lightning_offload.runtime.host_pool import HostBlock
 from lightning_offload.runtime.lanes import (
+    DONE,
     Block,
     Copy,
     CopyLanes,
@@ -36,6 +37,7 @@ from lightning_offload.runtime.lanes import (
     memory_bytes,
     storage_bytes,
 )
+from lightning_offload.runtime.native_lanes import NativeLanes
 
 _HIGH = -1  # priority; copies have no kernels, so they take nothing from compute's
 _EVENT_SECONDS = 3e-6  # between two events with nothing between them
@@ -98,6 +100,11 @@ class StreamLanes(Mover, CopyLanes):
         self._lock = threading.Lock()
         self._stalls: list[tuple[Any, Any]] = []
         self._out, self._in = _Direction(), _Direction()
+
+    @override
+    def in_core(self, core: Any) -> CopyLanes | None:
+        self.drain()
+        return NativeLanes(core.Lanes(DONE, self.out_stream, self.in_stream), self)
 
     @override
     def begin_thread(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -76,6 +77,25 @@ class Tiers:
             return None
         offset = place.offset if place is not None and place.tier == "disk" else None
         return self.disk.allocate(num_bytes, offset, is_spare=is_spare)
+
+    def in_core(self, core: Any) -> Any:
+        """Have the native core copy to and from host memory, from now on.
+
+        Args:
+            core: The core.
+
+        Returns:
+            Its own lanes; None where it can have none.
+        """
+        lanes = self.lanes.in_core(core)
+        if lanes is None:
+            return None
+        self.lanes = lanes
+        return lanes.core
+
+    def address_of(self, block: Block) -> int:
+        """Where a block lies in host memory that :attr:`lanes` lead to; 0 elsewhere."""
+        return block.address if isinstance(block, HostBlock) and self._lanes_of(block) is self.lanes else 0
 
     def _can_reach(self, disk: DiskPool) -> bool:
         """Whether there is host memory for copies to disk to pass through."""

@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_offload import MemoryPlugin
 from lightning_offload.runtime.host_pool import HostBlock, HostPool
 from lightning_offload.runtime.materialize import Materializer
+from lightning_offload.runtime.native_executor import NativeExecutor
+from lightning_offload.runtime.native_lanes import NativeLanes
 from lightning_offload.runtime.stream_lanes import StreamLanes
 from tests.gpu.device import DEVICE, IS_CUDA
 
@@ -86,7 +88,29 @@ def _stream_patches(sleeps: Callable[[Lane], bool]) -> list[Any]:
         if sleeps("compute"):
             torch.cuda._sleep(_CYCLES)
 
+    # The core copies, marks and waits out of sight: its lanes fall behind before the packs and unpacks that ask it to.
+    pack, unpack = NativeExecutor.pack, NativeExecutor.unpack
+
+    def fall_behind(executor: NativeExecutor, lane: Literal["out", "in"]) -> None:
+        if isinstance(executor._tiers.lanes, NativeLanes):
+            others = executor._tiers.lanes._others
+            assert isinstance(others, StreamLanes)
+            if sleeps(lane):
+                _sleep_on(others.out_stream if lane == "out" else others.in_stream)
+            if sleeps("compute"):
+                torch.cuda._sleep(_CYCLES)
+
+    def slow_pack(self: NativeExecutor, tensor: torch.Tensor) -> Any:
+        fall_behind(self, "out")
+        return pack(self, tensor)
+
+    def slow_unpack(self: NativeExecutor, packed: Any) -> torch.Tensor:
+        fall_behind(self, "in")
+        return unpack(self, packed)
+
     return [
+        mock.patch.object(NativeExecutor, "pack", slow_pack),
+        mock.patch.object(NativeExecutor, "unpack", slow_unpack),
         mock.patch.object(StreamLanes, "to_host", slow_to_host),
         mock.patch.object(StreamLanes, "to_device", slow_to_device),
         mock.patch.object(StreamLanes, "mark", slow_mark),
@@ -116,7 +140,10 @@ def _thread_patches(sleeps: Callable[[Lane], bool]) -> list[Any]:
 @contextlib.contextmanager
 def without_waiting() -> Iterator[None]:
     """Break the runtime: compute goes on without its copies. What the tests of races must notice."""
-    with mock.patch.object(StreamLanes, "let_compute_wait"):
+    with (
+        mock.patch.object(StreamLanes, "let_compute_wait"),
+        mock.patch.object(StreamLanes, "in_core", return_value=None),
+    ):
         yield
 
 
@@ -125,6 +152,7 @@ def poisoned() -> Iterator[Counter[str]]:
     """Overwrite memory as soon as the runtime lets go of it; yields how often that was."""
     counts: Counter[str] = Counter()
     release, dismiss, end = Materializer.release, Materializer.dismiss_visitors, HostBlock.__del__
+    pack = NativeExecutor.pack
 
     def release_and_poison(self: Materializer, value: Any) -> None:
         was_held = value.storage is not None
@@ -132,6 +160,14 @@ def poisoned() -> Iterator[Counter[str]]:
         if was_held and value.storage is None:
             counts["device"] += 1
             _fill_new_memory(value.num_bytes)
+
+    def pack_and_poison(self: NativeExecutor, tensor: torch.Tensor) -> Any:
+        handle: Any = pack(self, tensor)
+        value = handle.value
+        if value is not None and value.block is not None and value.storage is None:  # the core has released it
+            counts["device"] += 1
+            _fill_new_memory(value.num_bytes)
+        return handle
 
     def dismiss_and_poison(self: Materializer) -> None:
         sizes = [value.num_bytes for value in self._visitors]
@@ -149,6 +185,7 @@ def poisoned() -> Iterator[Counter[str]]:
 
     with (
         mock.patch.object(Materializer, "release", release_and_poison),
+        mock.patch.object(NativeExecutor, "pack", pack_and_poison),
         mock.patch.object(Materializer, "dismiss_visitors", dismiss_and_poison),
         mock.patch.object(HostBlock, "__del__", poison_and_end),
     ):

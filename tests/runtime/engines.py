@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_offload.runtime.cpu_lanes import CpuLanes
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.hooks import executing
 from lightning_offload.runtime.host_pool import HostPool
-from lightning_offload.runtime.lanes import Block, Copy, CopyLanes
+from lightning_offload.runtime.lanes import Block, Copy, CopyLanes, LaneTimes
 from lightning_offload.runtime.native_executor import NativeExecutor, core_for
+from lightning_offload.runtime.native_lanes import NativeLanes
 from lightning_offload.runtime.program import Program
 from lightning_offload.runtime.tiers import Tiers
 from tests.runtime.executing import CPU, Step, gradients
@@ -88,10 +90,28 @@ def under(program: Program, engine: str, lanes: CopyLanes, *, sees_ops: bool | N
 def ran(step: Step, leaves: tuple[Tensor, ...], program: Program, engine: str, **how: Any) -> Ran:
     """Gradients and the generator's state after a step in an engine; its executor, and what was copied."""
     lanes = Log()
+    bits, executor = _ran(step, leaves, program, engine, lanes, **how)
+    return bits, executor, lanes.events
+
+
+def ran_in_core(step: Step, leaves: tuple[Tensor, ...], program: Program, **how: Any) -> tuple[list[bytes], LaneTimes]:
+    """The same in the native core, which makes the copies itself; what they were."""
+    bits, executor = _ran(step, leaves, program, "native", CpuLanes(), **how)
+    assert isinstance(executor, NativeExecutor)
+    lanes = executor._tiers.lanes
+    assert isinstance(lanes, NativeLanes)
+    times = lanes.take_times()
+    lanes.close()
+    return bits, times
+
+
+def _ran(
+    step: Step, leaves: tuple[Tensor, ...], program: Program, engine: str, lanes: CopyLanes, **how: Any
+) -> tuple[list[bytes], StepExecutor]:
     torch.manual_seed(3)
     with under(program, engine, lanes, **how) as executor:
         step().backward()
-    return [*gradients(leaves), bytes(torch.get_rng_state().numpy().tobytes())], executor, lanes.events
+    return [*gradients(leaves), bytes(torch.get_rng_state().numpy().tobytes())], executor
 
 
 def plainly(step: Step, leaves: tuple[Tensor, ...]) -> list[bytes]:

@@ -127,6 +127,10 @@ class FakeStreamLanes(StreamLanes):
         super().__init__(torch.device("cpu"))
 
     @override
+    def in_core(self, core: Any) -> None:
+        """Its streams are Python's threads."""
+
+    @override
     def begin_thread(self) -> None:
         """There is but one device."""
 

@@ -23,7 +23,7 @@ from lightning_offload.runtime.native_executor import NativeExecutor, core_for
 from lightning_offload.runtime.program import compile_plan
 from lightning_offload.runtime.tiers import Tiers
 from tests.capture.recording import record
-from tests.runtime.engines import CASES, plainly, ran, shown, under, weights
+from tests.runtime.engines import CASES, plainly, ran, ran_in_core, shown, under, weights
 from tests.runtime.executing import CPU, Step, compiled, gradients, plan_of, saved_storages
 from tests.runtime.inline import inline_lanes
 
@@ -47,6 +47,10 @@ def test_engines_do_the_same(case: str, action: Action) -> None:
     assert native_copies == python_copies
     assert shown(native_executor) == shown(python_executor)
     assert not native_executor.deviation
+    own_bits, times = ran_in_core(step, leaves, program)
+    assert own_bits == plain
+    for way, copied_bytes in {"out": times.out_bytes, "in": times.in_bytes}.items():
+        assert copied_bytes == sum(num_bytes for direction, num_bytes in python_copies if direction == way)
 
 
 @pytest.mark.parametrize("sees_ops", [False, True])

@@ -617,9 +617,7 @@ void Step::op(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* st
       is_followed = true;
     } else if (flags & Program::BUSY) {
       busy = &program->busy[program->busy_ops[place]];
-      if (busy->releases) {
-        python.release_at_op(place);
-      }
+      release(busy->releases);
       if (flags & Program::RECORD) {
         call = record(op, facts, *stack, stack->size() - facts.num_arguments);
       }

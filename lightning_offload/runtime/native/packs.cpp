@@ -52,7 +52,7 @@ bool Step::leave(const ValuePtr& value, const StoragePtr& storage) {
     case Program::RECOMPUTE:
       return static_cast<bool>(value->call);
     case Program::SWAP:
-      return python.swap_out(value, storage);
+      return swap_out(value, storage);
     default:
       table.own(value, storage);
       return false;
@@ -342,7 +342,7 @@ at::Tensor Step::unpack(Handle& handle) {
       }
     }
   } else if (is_backward && !has_deviated && (is_busy || (handle.value && handle.value->block && handle.value->index < 0))) {
-    python.bring_back(first, last, handle.value);  // what was saved before one that was unmatched comes back next
+    bring_back(first, last, handle.value);  // what was saved before one that was unmatched comes back next
   }
   if (!handle.value || !handle.geometry) {
     handle.is_out = true;

@@ -60,8 +60,6 @@ PyObject* checked(PyObject* object) {
   return object;
 }
 
-// ---- from Python and to it
-
 PyObject* wrap(const StoragePtr& storage) {
   if (!storage) {
     Py_RETURN_NONE;
@@ -238,7 +236,7 @@ GETTER(value_num_bytes, return PyLong_FromLongLong(VALUE(self).num_bytes))
 GETTER(value_storage, return wrap(VALUE(self).storage))
 SETTER(set_value_storage, VALUE(self).storage = storage_of(given))
 GETTER(value_block, return incref_or_none(VALUE(self).block.get()))
-SETTER(set_value_block, VALUE(self).block = kept_unless_none(given))
+SETTER(set_value_block, VALUE(self).block = kept_unless_none(given); VALUE(self).address = 0)
 GETTER(value_copy, return incref_or_none(VALUE(self).copy.get()))
 SETTER(set_value_copy, VALUE(self).copy = kept_unless_none(given))
 GETTER(value_stream, return incref_or_none(VALUE(self).py_stream.get()))
@@ -331,6 +329,168 @@ PyMethodDef value_methods[] = {
     {"wanted_of_readers", value_wanted_of_readers, METH_NOARGS, nullptr},
     {"hand_over", value_hand_over, METH_O, nullptr},
     {"owns", value_owns, METH_VARARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+
+// ---- Copy
+
+struct PyCopy {
+  PyObject_HEAD
+  CopyPtr copy;
+};
+
+PyTypeObject* copy_type = nullptr;
+
+void copy_dealloc(PyObject* self) {
+  reinterpret_cast<PyCopy*>(self)->copy.~CopyPtr();
+  drop_type_and_free(self);
+}
+
+PyObject* copy_is_done(PyObject* self, void*) {
+  HANDLE_TH_ERRORS
+  return PyBool_FromLong(copy_of(self)->event.query());
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* copy_storage(PyObject* self, void*) {
+  HANDLE_TH_ERRORS
+  return wrap(copy_of(self)->lanes->held_by(*copy_of(self)));
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* copy_wait(PyObject* self, PyObject*) {
+  HANDLE_TH_ERRORS
+  copy_of(self)->wait();
+  return PyFloat_FromDouble(0);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* copy_synchronize(PyObject* self, PyObject*) {
+  HANDLE_TH_ERRORS
+  const CopyPtr copy = reinterpret_cast<PyCopy*>(self)->copy;
+  WithoutGil others_go_on;
+  copy->synchronize();
+  END_HANDLE_TH_ERRORS_RET(nullptr)
+  Py_RETURN_NONE;
+}
+
+PyGetSetDef copy_attributes[] = {
+    {"is_done", copy_is_done, nullptr, nullptr, nullptr},
+    {"storage", copy_storage, nullptr, nullptr, nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+PyMethodDef copy_methods[] = {
+    {"wait", copy_wait, METH_NOARGS, nullptr},
+    {"synchronize", copy_synchronize, METH_NOARGS, nullptr},
+    {"settle", copy_synchronize, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+
+// ---- Lanes
+
+struct PyLanes {
+  PyObject_HEAD
+  std::shared_ptr<Lanes> lanes;
+};
+
+PyTypeObject* lanes_type = nullptr;
+
+// Lanes(done, most_bytes) for those of a CPU, Lanes(done, out_stream, in_stream) for others.
+PyObject* lanes_make(PyTypeObject* type, PyObject* given, PyObject*) {
+  HANDLE_TH_ERRORS
+  PyObject *done = nullptr, *first = nullptr, *second = nullptr;
+  if (!PyArg_ParseTuple(given, "OO|O", &done, &first, &second)) {
+    return nullptr;
+  }
+  auto lanes = second != nullptr ? std::make_shared<Lanes>(stream_from(first).value(), stream_from(second).value(), done)
+                                 : std::make_shared<Lanes>(PyLong_AsLongLong(first), done);
+  auto* object = reinterpret_cast<PyLanes*>(checked(type->tp_alloc(type, 0)));
+  new (&object->lanes) std::shared_ptr<Lanes>(std::move(lanes));
+  return reinterpret_cast<PyObject*>(object);
+  END_HANDLE_TH_ERRORS
+}
+
+const std::shared_ptr<Lanes>& lanes_of(PyObject* object) {
+  TORCH_CHECK_TYPE(Py_TYPE(object) == lanes_type, "expected lanes of the native core, got ", Py_TYPE(object)->tp_name);
+  return reinterpret_cast<PyLanes*>(object)->lanes;
+}
+
+void lanes_dealloc(PyObject* self) {
+  reinterpret_cast<PyLanes*>(self)->lanes.~shared_ptr<Lanes>();
+  drop_type_and_free(self);
+}
+
+int64_t number(PyObject* object, const char* name) {
+  const PyRef item = PyRef::stolen(checked(PyObject_GetAttrString(object, name)));
+  return PyLong_AsLongLong(item.get());
+}
+
+PyObject* lanes_takes(PyObject* self, PyObject* num_bytes) {
+  return PyBool_FromLong(lanes_of(self)->takes(PyLong_AsLongLong(num_bytes)));
+}
+
+PyObject* lanes_swap_out(PyObject* self, PyObject* given) {
+  HANDLE_TH_ERRORS
+  PyObject *storage = nullptr, *block = nullptr;
+  if (!PyArg_ParseTuple(given, "OO", &storage, &block)) {
+    return nullptr;
+  }
+  const PyRef copy = lanes_of(self)->swap_out(
+      storage_of(storage), block, number(block, "address"), number(block, "num_bytes"));
+  Py_INCREF(copy.get());
+  return copy.get();
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* lanes_swap_in(PyObject* self, PyObject* given) {
+  HANDLE_TH_ERRORS
+  PyObject *storage = nullptr, *block = nullptr;
+  if (!PyArg_ParseTuple(given, "OO", &block, &storage)) {
+    return nullptr;
+  }
+  const PyRef copy = lanes_of(self)->swap_in(
+      block, number(block, "address"), storage_of(storage), number(block, "num_bytes"));
+  Py_INCREF(copy.get());
+  return copy.get();
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* lanes_measure(PyObject* self, PyObject* is_on) {
+  lanes_of(self)->measure(PyObject_IsTrue(is_on) == 1);
+  Py_RETURN_NONE;
+}
+
+template <void (Lanes::*method)()>
+PyObject* lanes_do(PyObject* self, PyObject*) {
+  HANDLE_TH_ERRORS
+  const auto lanes = lanes_of(self);
+  WithoutGil others_go_on;
+  (lanes.get()->*method)();
+  END_HANDLE_TH_ERRORS_RET(nullptr)
+  Py_RETURN_NONE;
+}
+
+PyObject* lanes_take_times(PyObject* self, PyObject*) {
+  HANDLE_TH_ERRORS
+  const auto lanes = lanes_of(self);
+  LaneTimes times;
+  {
+    WithoutGil others_go_on;
+    times = lanes->take_times();
+  }
+  return Py_BuildValue(
+      "(LdLdd)", static_cast<long long>(times.out_bytes), times.out_seconds, static_cast<long long>(times.in_bytes),
+      times.in_seconds, times.stall_seconds);
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef lanes_methods[] = {
+    {"takes", lanes_takes, METH_O, nullptr},
+    {"swap_out", lanes_swap_out, METH_VARARGS, nullptr},
+    {"swap_in", lanes_swap_in, METH_VARARGS, nullptr},
+    {"measure", lanes_measure, METH_O, nullptr},
+    {"tidy", lanes_do<&Lanes::tidy>, METH_NOARGS, nullptr},
+    {"settle", lanes_do<&Lanes::settle>, METH_NOARGS, nullptr},
+    {"drain", lanes_do<&Lanes::drain>, METH_NOARGS, nullptr},
+    {"take_times", lanes_take_times, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 // ---- Handle
@@ -456,7 +616,7 @@ PyObject* program_new(PyTypeObject* type, PyObject*, PyObject* columns) {
     return program->busy[program->busy_ops[place]];
   };
   for_items(column("op_bytes"), [&](int64_t place, PyObject* item) { busy(place).bytes = integers(item); });
-  for_items(column("op_releases"), [&](int64_t place, PyObject*) { busy(place).releases = true; });
+  for_items(column("op_releases"), [&](int64_t place, PyObject* item) { busy(place).releases = integers(item); });
   for_items(column("op_registers"), [&](int64_t place, PyObject* item) {
     const auto flat = integers(item);
     auto& planned = busy(place);
@@ -474,6 +634,12 @@ PyObject* program_new(PyTypeObject* type, PyObject*, PyObject* columns) {
       program->pack_storages.size() == num_packs && program->first_packs.size() == num_packs &&
           program->pack_flags.size() == num_packs,
       "the columns of packs differ in length");
+  const auto by_place = [&](const char* name, auto& found) {
+    for_items(column(name), [&](int64_t place, PyObject* item) { found[place] = integers(item); });
+  };
+  by_place("pack_releases", program->pack_releases);
+  by_place("unpack_releases", program->unpack_releases);
+  by_place("fetches", program->fetches);
   program->is_routed = PyObject_IsTrue(column("is_routed"));
   PyRef forms = PyRef::stolen(checked(PySequence_Fast(column("forms"), "forms is a sequence")));
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(forms.get()); ++i) {
@@ -562,13 +728,14 @@ Step& step_of(PyObject* self) {
 
 PyObject* step_make(PyTypeObject* type, PyObject* given, PyObject*) {
   HANDLE_TH_ERRORS
-  PyObject *program = nullptr, *executor = nullptr, *lease = nullptr, *capturing = nullptr;
+  PyObject *program = nullptr, *executor = nullptr, *lease = nullptr, *capturing = nullptr, *lanes = nullptr;
   const char* device = nullptr;
-  if (!PyArg_ParseTuple(given, "O!sOOO", program_type, &program, &device, &executor, &lease, &capturing)) {
+  if (!PyArg_ParseTuple(given, "O!sOOOO", program_type, &program, &device, &executor, &lease, &capturing, &lanes)) {
     return nullptr;
   }
   auto step = std::make_unique<Step>(
-      reinterpret_cast<PyProgram*>(program)->program, c10::Device(device), executor, lease, capturing);
+      reinterpret_cast<PyProgram*>(program)->program, c10::Device(device), executor, lease, capturing,
+      lanes != Py_None ? lanes_of(lanes) : nullptr);
   auto* object = reinterpret_cast<PyStep*>(checked(type->tp_alloc(type, 0)));
   new (&object->step) std::unique_ptr<Step>(std::move(step));
   new (&object->scope) Scope();
@@ -646,10 +813,8 @@ PyObject* step_pack(PyObject* self, PyObject* given) {
     step.route.is_astray = numbers[3] != 0;
     step.route.num_behind = step.num_unpacks;
     step.ledger.note(handle->place, tensor, is_there);
-  } else if (!step.program->sees_ops && !step.has_deviated && handle->place >= 0 &&
-      handle->place < static_cast<int64_t>(step.program->pack_flags.size()) &&
-      (step.program->pack_flags[handle->place] & Program::RELEASES)) {
-    step.python.call("_release_at_pack", checked(Py_BuildValue("(L)", static_cast<long long>(handle->place))));
+  } else if (!step.program->sees_ops && !step.has_deviated && handle->place >= 0) {
+    step.release_at_pack(handle->place);
   }
   PyObject* result = whole.get();
   Py_INCREF(result);
@@ -953,6 +1118,16 @@ int intern(const std::string& name) {
   return names().emplace(name, static_cast<int>(names().size())).first->second;
 }
 
+Copy* copy_of(PyObject* object) {
+  return object != nullptr && Py_TYPE(object) == copy_type ? reinterpret_cast<PyCopy*>(object)->copy.get() : nullptr;
+}
+
+PyRef wrapped(CopyPtr copy) {
+  auto* object = reinterpret_cast<PyCopy*>(checked(copy_type->tp_alloc(copy_type, 0)));
+  new (&object->copy) CopyPtr(std::move(copy));
+  return PyRef::stolen(reinterpret_cast<PyObject*>(object));
+}
+
 // ---- upward
 
 PyRef Upward::call(const char* method, PyObject* arguments) const {
@@ -1024,9 +1199,14 @@ void Upward::deviate_at_op(const std::string& name, int64_t place) const {
   call("_leave_at_op", checked(Py_BuildValue("(sL)", name.c_str(), static_cast<long long>(place))));
 }
 
-void Upward::release_at_op(int64_t place) const {
+void Upward::release(const ValuePtr& value) const {
   WithGil gil;
-  call("_release_at_op", checked(Py_BuildValue("(L)", static_cast<long long>(place))));
+  call("_release", checked(Py_BuildValue("(N)", wrap(value))));
+}
+
+void Upward::fetch(const ValuePtr& value) const {
+  WithGil gil;
+  call("_fetch", checked(Py_BuildValue("(N)", wrap(value))));
 }
 
 void Upward::bring_back(int64_t first, int64_t last, const ValuePtr& value) const {
@@ -1060,6 +1240,22 @@ void Upward::first_unpack() const {
 bool Upward::swap_out(const ValuePtr& value, const StoragePtr& storage) const {
   WithGil gil;
   return PyObject_IsTrue(call("_swap_out", checked(Py_BuildValue("(NN)", wrap(value), wrap(storage)))).get()) == 1;
+}
+
+std::pair<PyRef, int64_t> Upward::allocate(const Value& value) const {
+  WithGil gil;
+  PyRef found = call("_allocate", checked(Py_BuildValue(
+      "(LL)", static_cast<long long>(value.index), static_cast<long long>(value.num_bytes))));
+  if (found.get() == Py_None) {
+    return {};
+  }
+  TORCH_CHECK(PyTuple_Check(found.get()) && PyTuple_GET_SIZE(found.get()) == 2, "a block comes with its address");
+  return {PyRef::borrowed(PyTuple_GET_ITEM(found.get(), 0)), PyLong_AsLongLong(PyTuple_GET_ITEM(found.get(), 1))};
+}
+
+void Upward::start_out(const ValuePtr& value, const StoragePtr& storage) const {
+  WithGil gil;
+  call("_start_out", checked(Py_BuildValue("(NN)", wrap(value), wrap(storage))));
 }
 
 bool Upward::before_write(const at::Tensor& tensor) const {
@@ -1251,7 +1447,15 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit__core() {
       {Py_tp_new, reinterpret_cast<void*>(watch_make)},
       {Py_tp_dealloc, reinterpret_cast<void*>(watch_dealloc)},
       {Py_tp_methods, watch_methods}});
-  if (watch_type == nullptr || value_type == nullptr || handle_type == nullptr || program_type == nullptr || step_type == nullptr) {
+  copy_type = add_type(module, "_core.Copy", sizeof(PyCopy), {
+      {Py_tp_dealloc, reinterpret_cast<void*>(copy_dealloc)},
+      {Py_tp_getset, copy_attributes},
+      {Py_tp_methods, copy_methods}});
+  lanes_type = add_type(module, "_core.Lanes", sizeof(PyLanes), {
+      {Py_tp_new, reinterpret_cast<void*>(lanes_make)},
+      {Py_tp_dealloc, reinterpret_cast<void*>(lanes_dealloc)},
+      {Py_tp_methods, lanes_methods}});
+  if (copy_type == nullptr || lanes_type == nullptr || watch_type == nullptr || value_type == nullptr || handle_type == nullptr || program_type == nullptr || step_type == nullptr) {
     return nullptr;
   }
   return module;

@@ -1,10 +1,12 @@
-// Values brought back, and replays: the exact way to have one again that was dropped. See replay.py and materialize.py.
+// Values that leave for a lower tier and come back, and replays, the exact way to have one again that was dropped. See
+// materialize.py and replay.py.
 
 #include "step.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
@@ -14,10 +16,12 @@
 namespace offload {
 
 Step::Step(
-    std::shared_ptr<const Program> program, c10::Device device, PyObject* executor, PyObject* lease, PyObject* capturing)
+    std::shared_ptr<const Program> program, c10::Device device, PyObject* executor, PyObject* lease, PyObject* capturing,
+    std::shared_ptr<Lanes> lanes)
     : program(std::move(program)),
       device(device),
       lease(PyRef::borrowed(lease)),
+      lanes(std::move(lanes)),
       follower(*this->program),
       is_cpu_(device.is_cpu()) {
   route.end = this->program->first_border;
@@ -56,6 +60,141 @@ Lock::~Lock() {
   give_back();
 }
 
+// ---- to a lower tier and back
+
+// Start copying a value to a lower tier; false where there is no room, and it stays.
+bool Step::swap_out(const ValuePtr& value, const StoragePtr& storage) {
+  auto [block, address] = python.allocate(*value);
+  table.own(value, storage);
+  if (!block) {
+    return false;
+  }
+  value->block = std::move(block);
+  if (lanes && address != 0 && lanes->takes(value->num_bytes)) {
+    value->address = address;
+    lanes->note_use(*storage);  // plainly it would have stayed until backward, whoever computes meanwhile
+    value->copy = lanes->swap_out(storage, value->block.get(), address, value->num_bytes);
+  } else {
+    python.start_out(value, storage);
+  }
+  if (program->action(value->index) & Program::RELEASED_AT_PACK) {
+    release(value);
+  }
+  return true;
+}
+
+void Step::release(const Program::Storages& storages) {
+  for (const int64_t index : storages) {
+    if (const auto value = table.indexed(index)) {
+      release(value);
+    }
+  }
+}
+
+// Let compute wait for a value's copy out, and drop its device memory; nothing if there is no such copy.
+void Step::release(const ValuePtr& value) {
+  if (!value->block || !value->copy || !value->origin) {
+    return;
+  }
+  if (!lanes || !lanes->wait(value->copy.get())) {
+    python.release(value);
+    return;
+  }
+  value->copy.reset();
+  if (const auto live = value->live()) {
+    lanes->note_use(*live);
+  }
+  const auto dying = std::move(value->storage);
+}
+
+void Step::release_at_pack(int64_t place) {
+  const auto planned = program->pack_releases.find(place);
+  if (planned != program->pack_releases.end() && !captures()) {  // a graph must not wait for copies
+    release(planned->second);
+  }
+}
+
+// Begin to bring back what is read now, and what the plan has come back next. See StepExecutor._bring_back.
+void Step::bring_back(int64_t first, int64_t last, const ValuePtr& value) {
+  if (program->is_routed) {
+    python.bring_back(first, last, value);
+    return;
+  }
+  const auto planned = [&](const auto& column, const auto& act) {
+    for (int64_t ordinal = first; ordinal < last; ++ordinal) {
+      const auto found = column.find(ordinal);
+      if (found != column.end()) {
+        act(found->second);
+      }
+    }
+  };
+  planned(program->unpack_releases, [&](const auto& storages) { release(storages); });
+  // What is needed now is first in the lane; what is next overlaps with the wait or replay for it.
+  if (value) {
+    fetch(value);
+  }
+  planned(program->fetches, [&](const auto& storages) {
+    for (const int64_t index : storages) {
+      if (const auto next = table.indexed(index)) {
+        fetch(next);
+      }
+    }
+  });
+}
+
+// Start bringing a value back if a lower tier has it and the device has not.
+void Step::fetch(const ValuePtr& value) {
+  if (!value->block || value->live()) {
+    return;
+  }
+  if (can_fetch(*value)) {
+    swap_in(value);
+  } else {
+    python.fetch(value);
+  }
+}
+
+// Whether what a value's block holds comes back by the core's lanes.
+bool Step::can_fetch(const Value& value) const {
+  if (!lanes || value.address == 0 || !lanes->takes(value.num_bytes)) {
+    return false;
+  }
+  if (device.is_cpu() && c10::impl::TorchDispatchModeTLS::stack_len() > 0) {  // perhaps one of fake tensors
+    return false;
+  }
+  PyObject* const copy = value.copy.get();
+  return copy == nullptr || lanes->is_done(copy) || copy_of(copy) != nullptr;
+}
+
+void Step::swap_in(const ValuePtr& value) {
+  wait(*value);
+  auto storage = new_device_memory(value->num_bytes, device);
+  const WithGil gil;
+  PyRef copy = lanes->swap_in(value->block.get(), value->address, storage, value->num_bytes);
+  value->owns(std::move(storage), stream_of(device));
+  if (!lanes->is_done(copy.get())) {
+    value->copy = std::move(copy);
+  }
+}
+
+// Let compute go on only after a value's copy, if one of the core's lanes is under way.
+void Step::wait(Value& value) {
+  if (value.copy && lanes->wait(value.copy.get())) {
+    value.copy.reset();
+  }
+}
+
+// What came back only for a replay leaves again; the host copies stayed.
+void Step::dismiss_visitors() {
+  const auto visitors = std::exchange(visitors_, {});
+  for (const auto& value : visitors) {
+    const auto dying = std::move(value->storage);
+  }
+  if (std::exchange(has_visitors_, false)) {
+    python.dismiss_visitors();
+  }
+}
+
 // ---- where a value is
 
 // Device memory that holds a value; it stays for as long as anybody needs the value.
@@ -79,9 +218,17 @@ StoragePtr Step::materialize(const ValuePtr& value) {
     value->call.reset();
     table.loosen(*value);
     value->owns(std::move(made), stream_of(device));
-    if (has_visitors_) {
-      has_visitors_ = false;
-      python.dismiss_visitors();
+    dismiss_visitors();
+    return value->storage;
+  }
+  if (value->block && can_fetch(*value)) {
+    swap_in(value);
+    wait(*value);
+    if (value->has_handle()) {
+      value->block.reset();
+      value->address = 0;
+    } else {
+      visitors_.push_back(value);
     }
     return value->storage;
   }
@@ -91,6 +238,9 @@ StoragePtr Step::materialize(const ValuePtr& value) {
 
 // Have memory ready that we allocated, perhaps on another compute stream than the one that reads it now.
 void Step::await(const ValuePtr& value, const StoragePtr& storage) {
+  if (lanes) {
+    wait(*value);
+  }
   if (value->copy || (value->py_stream && !value->stream)) {
     python.await(value, storage);
   } else if (value->stream) {

@@ -225,6 +225,7 @@ void Value::leave_origin() {
 void Value::owns(StoragePtr memory, std::optional<c10::Stream> on) {
   storage = std::move(memory);
   stream = on;
+  py_stream.reset();
   is_ours = true;
   is_handed_out = false;
   origin.reset();

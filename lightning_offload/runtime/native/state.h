@@ -229,6 +229,7 @@ struct Value final : c10::intrusive_ptr_target {
   std::optional<WeakTensor> made_as;  // the tensor that an op made it as
   std::optional<c10::Stream> stream;  // that `storage` was allocated on, where we allocated it
   PyRef block, copy, py_stream;       // Python's own: a block of a lower tier, a copy under way, `stream`
+  int64_t address = 0;                // of the block, where the core's lanes lead there
   bool is_external = false, is_ours = false, is_handed_out = false;
   PyObject* wrapper = nullptr;  // borrowed: Python's object for it, while there is one
 

@@ -8,7 +8,7 @@
 // So there is one order, and no deadlock. Kernels run without the mutex in forward; replays hold it, one after the other.
 #pragma once
 
-#include "state.h"
+#include "lanes.h"
 
 #include <atomic>
 #include <memory>
@@ -27,12 +27,16 @@ struct Upward {
   static const OpFacts* facts_of(const c10::OperatorHandle& op);
   void deviate(const std::string& how) const;
   void deviate_at_op(const std::string& name, int64_t place) const;
-  void release_at_op(int64_t place) const;
+  void release(const ValuePtr& value) const;
   void bring_back(int64_t first, int64_t last, const ValuePtr& value) const;
+  void fetch(const ValuePtr& value) const;
   void late_ones_leave() const;
   void outliving(std::unordered_set<const void*>& storages) const;
   void first_unpack() const;
   bool swap_out(const ValuePtr& value, const StoragePtr& storage) const;
+  // A block for a value, as planned, with its address where the core's lanes lead there; none where there is no room.
+  std::pair<PyRef, int64_t> allocate(const Value& value) const;
+  void start_out(const ValuePtr& value, const StoragePtr& storage) const;
   bool before_write(const at::Tensor& tensor) const;
   StoragePtr materialize(const ValuePtr& value) const;
   void await(const ValuePtr& value, const StoragePtr& storage) const;
@@ -49,13 +53,14 @@ struct Upward {
 // The plan as flat columns, each by place; see program.py.
 struct Program {
   enum Flag : uint8_t { BUSY = 1, RECORD = 2 };
-  enum Action : uint8_t { KEEP = 0, SWAP = 1, RECOMPUTE = 2, MEMO = 4 };
+  enum Action : uint8_t { KEEP = 0, SWAP = 1, RECOMPUTE = 2, MEMO = 4, RELEASED_AT_PACK = 8 };
+  using Storages = std::vector<int64_t>;
 
   // What is asked for around an op.
   struct Busy {
     std::vector<int64_t> bytes;                           // sizes of the storages that it makes values on
     std::vector<std::pair<int64_t, int64_t>> registered;  // results to follow: (position, storage)
-    bool releases = false;                                // device copies, before it
+    Storages releases;                                    // whose device copies go before it
   };
 
   // What a saved tensor looks like, where steps of other structures follow; see SavedForm and FormRoute.
@@ -72,12 +77,14 @@ struct Program {
   std::vector<Busy> busy;         // those that are
   std::vector<int32_t> busy_ops;  // by op: its place among them
   std::vector<int64_t> pack_bytes, pack_storages, first_packs;
-  std::vector<uint8_t> pack_flags;  // MADE, RELEASES, EXTERNAL
+  std::vector<uint8_t> pack_flags;  // MADE, EXTERNAL
+  std::unordered_map<int64_t, Storages> pack_releases;  // by pack; where ops are not seen
   std::vector<uint8_t> busy_unpacks;
+  std::unordered_map<int64_t, Storages> unpack_releases, fetches;  // by unpack
   std::vector<uint8_t> actions;  // by storage
   bool is_bound = false, is_recomputing = false, sees_ops = false;
   bool minds_writes = false;  // that are made in other steps
-  enum PackFlag : uint8_t { MADE = 1, RELEASES = 2, EXTERNAL = 4 };
+  enum PackFlag : uint8_t { MADE = 1, EXTERNAL = 2 };
 
   // Whether steps of other structures follow; and by pack, what they are followed by.
   bool is_routed = false;
@@ -192,7 +199,8 @@ class Lock {
 class Step {
  public:
   Step(
-      std::shared_ptr<const Program> program, c10::Device device, PyObject* executor, PyObject* lease, PyObject* capturing);
+      std::shared_ptr<const Program> program, c10::Device device, PyObject* executor, PyObject* lease, PyObject* capturing,
+      std::shared_ptr<Lanes> lanes);
 
   // ---- ops, in the thread that has entered
   void op(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack);
@@ -205,6 +213,8 @@ class Step {
   at::Tensor unpack(Handle& handle);
   // Let go of what the last node was given.
   void backward_ends();
+  // Device copies that are planned to go after a pack.
+  void release_at_pack(int64_t place);
 
   // ---- for Python
   StoragePtr replay(const ValuePtr& value);
@@ -220,6 +230,7 @@ class Step {
   std::shared_ptr<const Program> program;
   c10::Device device;
   PyRef lease;
+  std::shared_ptr<Lanes> lanes;  // to host memory; null where those are Python's
   Follower follower;
   Route route;
   Ledger ledger;
@@ -243,6 +254,16 @@ class Step {
   std::pair<int64_t, int64_t> passed_unpacks(const Handle& handle);
   ValuePtr by_ordinal(int64_t index, const at::Tensor& tensor, const StoragePtr& storage, Handle& handle);
   bool leave(const ValuePtr& value, const StoragePtr& storage);
+  // Moves, where the core has lanes; see materialize.py.
+  bool swap_out(const ValuePtr& value, const StoragePtr& storage);
+  void release(const Program::Storages& storages);
+  void release(const ValuePtr& value);
+  void bring_back(int64_t first, int64_t last, const ValuePtr& value);
+  void fetch(const ValuePtr& value);
+  bool can_fetch(const Value& value) const;
+  void swap_in(const ValuePtr& value);
+  void wait(Value& value);
+  void dismiss_visitors();
   std::string mismatch(int64_t index, const StoragePtr& storage);
   StoragePtr materialize(const ValuePtr& value);
   void await(const ValuePtr& value, const StoragePtr& storage);
@@ -257,7 +278,8 @@ class Step {
   std::vector<PyRef> environments_;  // the last one is in force
   std::unordered_map<int64_t, const c10::StorageImpl*> pack_keys_;
   std::optional<std::unordered_set<const void*>> outliving_;
-  bool has_visitors_ = false;
+  bool has_visitors_ = false;        // in Python
+  std::vector<ValuePtr> visitors_;  // that came back for a replay alone, their host copies staying
   std::vector<at::Tensor> shown_;
   const void* shown_to_ = nullptr;
   int last_backward_ = -1;
@@ -309,7 +331,6 @@ int hidden(int count);            // so many calls of `hide` are in force from n
 // The dispatch key that sees ops; checked once that nobody else uses it.
 bool install(std::string& why_not);
 
-[[noreturn]] void throw_python_error();
 // Whether what a kernel raised is no failure of its replay: an interrupt, or an error of this package.
 bool is_not_for_replays(const std::exception& error);
 
