@@ -1,7 +1,7 @@
 """Lanes whose copies the native core makes: all of an accelerator's, and on a CPU those that the asking thread makes.
 
-The core keeps the rules of the lanes that Python has, :mod:`.stream_lanes` and :mod:`.cpu_lanes`. What it does not take,
-a CPU's large copies, stays with them. Its copies have the methods of a :class:`~.lanes.Copy`.
+The core keeps the rules of the lanes that Python has, :mod:`.stream_lanes` and :mod:`.cpu_lanes`. What it does not
+take, a CPU's large copies, stays with them. Its copies have the methods of a :class:`~.lanes.Copy`.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from lightning_offload.graph.memory_plan import Tier
 from lightning_offload.runtime.cpu_lanes import CpuLanes
 from lightning_offload.runtime.host_pool import HostBlock, HostPool, Slab
 from lightning_offload.runtime.lanes import Block, Copy, CopyLanes, CpuMover, LaneTimes, Mover, memory_bytes
+from lightning_offload.runtime.native_lanes import NativeLanes
 from lightning_offload.runtime.pinning import pinning_for
 from lightning_offload.runtime.spill import DiskBlock, DiskPool
 from lightning_offload.runtime.staged_lanes import StagedLanes
@@ -88,7 +89,7 @@ class Tiers:
             Its own lanes; None where it can have none.
         """
         lanes = self.lanes.in_core(core)
-        if lanes is None:
+        if not isinstance(lanes, NativeLanes):
             return None
         self.lanes = lanes
         return lanes.core

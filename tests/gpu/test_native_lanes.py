@@ -65,7 +65,7 @@ def keep_busy() -> None:
 
 
 def test_bytes_come_back_behind_what_compute_was_asked_for() -> None:
-    """A copy out comes after what fills its source, one back after what still uses its memory; compute waits for both."""
+    """A copy out comes after what fills its source, one back after what uses its memory; compute waits for both."""
     tiers, lanes = tiers_on(current())
     keep_busy()
     source, block, back = filled(7, current()), block_of(tiers), filled(0, current())
