@@ -28,6 +28,7 @@ from tests.emulated_cuda.build import build, why_not
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 GPU, HERE = "tests/gpu", "tests/emulated_cuda"
+LANES = f"{GPU}/test_native_lanes.py"
 EXACT_TESTS = f"{GPU}/test_exact.py"
 SHARE_SECONDS, ALL_SECONDS = 1200, 6 * 3600
 
@@ -91,21 +92,21 @@ SHARE = (  # the longest first
     Run(
         name="threads: bits, memory, settings",
         schedule=THREADS,
-        tests=(EXACT_TESTS, f"{GPU}/test_memory.py", f"{GPU}/test_out_of_memory.py", f"{GPU}/test_races.py"),
+        tests=(EXACT_TESTS, f"{GPU}/test_memory.py", f"{GPU}/test_out_of_memory.py", f"{GPU}/test_races.py", LANES),
         only=(
             "test_same_bits and (inplace-residual-all or lstm-all-swap or dropout-all) or plain_peak and resnet50 "
             "or within_the_budget and resnet50 and 0.25 or step_given_as_a_function or same_to_the_byte and all-swap "
-            "or replays_are_compared or small_tensors or another_stream "
+            "or replays_are_compared or small_tensors or another_stream or native_lanes "
             "or (out+in+compute or read_by_nobody) and (accumulation or custom-function)"
         ),
     ),
     Run(
         name="lazy, copies last: races, mutants",
         schedule=COPIES_LAST,
-        tests=(f"{GPU}/test_races.py", HERE),
+        tests=(f"{GPU}/test_races.py", LANES, HERE),
         only=(
             "not other_settings and not gives_the_same_bits and not every_case and (emulated_cuda or does_not_wait"
-            " or is_timed or another_stream"
+            " or is_timed or another_stream or native_lanes"
             " or (out+in+compute or read_by_nobody) and (dropout or inplace-residual or views))"
         ),
     ),
@@ -127,9 +128,10 @@ SHARE = (  # the longest first
     Run(
         name="two devices, lazy, random",
         schedule=TWO_DEVICES,
-        tests=(f"{GPU}/test_settings.py", f"{GPU}/test_devices.py", HERE),
+        tests=(f"{GPU}/test_settings.py", f"{GPU}/test_devices.py", LANES, HERE),
         only=(
             "two_devices and dropout or of_the_users and (dropout or inplace-residual) or test_device or current_device"
+            " or native_lanes"
         ),
     ),
     Run(
