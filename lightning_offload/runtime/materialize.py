@@ -14,7 +14,7 @@ import torch
 
 from lightning_offload.errors import ReplayError, SpillError, StaleInputError
 from lightning_offload.graph.memory_plan import Decision
-from lightning_offload.runtime.lanes import DONE, storage_bytes
+from lightning_offload.runtime.lanes import DONE, Block, storage_bytes
 from lightning_offload.runtime.replay import Replay
 from lightning_offload.runtime.tiers import Place, Tiers
 from lightning_offload.runtime.values import Handle, LiveValue, ValueTable
@@ -79,17 +79,16 @@ class Materializer:
         self._table.own(value, storage)
         if block is None:
             return False
-        value.block = block
-        self.start_out(value, storage)
+        self.start_out(value, storage, block)
         if release_now:
             self.release(value)
         return True
 
-    def start_out(self, value: LiveValue, storage: torch.UntypedStorage) -> None:
-        """Start copying a value to its block."""
-        assert value.block is not None
+    def start_out(self, value: LiveValue, storage: torch.UntypedStorage, block: Block) -> None:
+        """Start copying a value to a block, which is the value's from then on: one that no copy fills is nobody's."""
         self._tiers.lanes.note_use(storage)  # plainly it would have stayed until backward, whoever computes meanwhile
-        value.copy = self._tiers.swap_out(storage, value.block)
+        value.copy = self._tiers.swap_out(storage, block)
+        value.block = block
 
     def release(self, value: LiveValue) -> None:
         """Wait for a value's copy out and drop its device memory; nothing if there is no such copy.

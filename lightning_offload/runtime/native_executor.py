@@ -230,8 +230,8 @@ class NativeExecutor(StepExecutor):
         return (block, self._tiers.address_of(block)) if block is not None else None
 
     @_upward
-    def _start_out(self, value: LiveValue, storage: torch.UntypedStorage) -> None:
-        self._materializer.start_out(value, storage)
+    def _start_out(self, value: LiveValue, storage: torch.UntypedStorage, block: Block) -> None:
+        self._materializer.start_out(value, storage, block)
 
     @_upward
     def _release(self, value: LiveValue) -> None:

@@ -91,7 +91,9 @@ class Tiers:
         lanes = self.lanes.in_core(core)
         if not isinstance(lanes, NativeLanes):
             return None
-        self.lanes = lanes
+        if lanes is not self.lanes:
+            lanes.measure(self._is_measuring)
+            self.lanes = lanes
         return lanes.core
 
     def address_of(self, block: Block) -> int:

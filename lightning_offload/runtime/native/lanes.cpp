@@ -82,12 +82,6 @@ void gate(PyObject* other, const c10::Stream& stream) {
   }
 }
 
-PyRef known_to(PyObject* block, CopyPtr copy) {
-  PyRef found = wrapped(std::move(copy));
-  set_attribute(block, busy(), found.get());
-  return found;
-}
-
 }  // namespace
 
 PyRef Lanes::swap_out(const StoragePtr& storage, PyObject* block, int64_t address, int64_t num_bytes) {
@@ -102,16 +96,14 @@ PyRef Lanes::swap_out(const StoragePtr& storage, PyObject* block, int64_t addres
       set_attribute(block, after, PyRef::stolen(PyTuple_New(0)).get());
     }
   }
-  auto made = copy(out_, storage, address, num_bytes);
-  return made ? known_to(block, std::move(made)) : PyRef::borrowed(done_.get());
+  return copy(out_, block, storage, address, num_bytes);
 }
 
 PyRef Lanes::swap_in(PyObject* block, int64_t address, const StoragePtr& storage, int64_t num_bytes) {
   if (in_.stream) {  // compute waited for the copy out, but perhaps on another stream
     gate(attribute(block, busy()).get(), *in_.stream);
   }
-  auto made = copy(in_, storage, address, num_bytes);
-  return made ? known_to(block, std::move(made)) : PyRef::borrowed(done_.get());
+  return copy(in_, block, storage, address, num_bytes);
 }
 
 bool Lanes::wait(PyObject* copy) const {
@@ -124,28 +116,39 @@ bool Lanes::wait(PyObject* copy) const {
 
 // ---- copies
 
-CopyPtr Lanes::copy(Direction& direction, const StoragePtr& storage, int64_t address, int64_t num_bytes) {
+PyRef Lanes::copy(
+    Direction& direction, PyObject* block, const StoragePtr& storage, int64_t address, int64_t num_bytes) {
   TORCH_CHECK_VALUE(
       storage && static_cast<int64_t>(storage->nbytes()) >= num_bytes && num_bytes >= 0, "a storage of ",
       storage ? storage->nbytes() : 0, " bytes has no ", num_bytes, " to copy");
   if (device.is_cpu()) {
     copy_here(direction, storage, address, num_bytes);
-    return {};
+    return PyRef::borrowed(done_.get());
   }
+  const auto compute = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  const auto copy = c10::make_intrusive<Copy>(shared_from_this(), c10::Event(device.type()), compute, storage);
+  PyRef object = wrapped(copy);
+  set_attribute(block, busy(), object.get());  // first: once it is under way nothing may fail before the block knows
+  const WithoutGil others_go_on;
+  issue(direction, copy, address, num_bytes);
+  return object;
+}
+
+void Lanes::issue(Direction& direction, const CopyPtr& copy, int64_t address, int64_t num_bytes) {
   Geometry flat;
   flat.size.push_back(num_bytes);
   flat.stride.push_back(1);
   flat.dtype = c10::ScalarType::Byte;
   flat.device = device;
-  auto on_device = flat.on(storage);
+  auto on_device = flat.on(copy->storage);
   flat.device = c10::kCPU;
   auto on_host = flat.on(c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), c10::SymInt(num_bytes),
       c10::DataPtr(reinterpret_cast<void*>(address), c10::kCPU), nullptr, /*resizable=*/false));
+  const auto dying = forget_done();
   const auto& side = *direction.stream;
-  const auto compute = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-  c10::Event mark(device.type()), done(device.type());
-  mark.record(compute);
+  c10::Event mark(device.type());
+  mark.record(copy->owner);
   mark.block(side);
   auto before = timestamp(side);
   {
@@ -155,16 +158,16 @@ CopyPtr Lanes::copy(Direction& direction, const StoragePtr& storage, int64_t add
     const bool is_out = &direction == &out_;
     at::_ops::copy_::redispatch(backend, is_out ? on_host : on_device, is_out ? on_device : on_host, true);
   }
+  copy->event.record(side);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    direction.under_way.push_back(copy);
+  }
   auto after = before ? timestamp(side) : std::nullopt;
-  done.record(side);
-  auto copy = c10::make_intrusive<Copy>(shared_from_this(), std::move(done), compute, storage);
-  const auto dying = forget_done();
-  const std::lock_guard<std::mutex> lock(mutex_);
   if (after) {
+    const std::lock_guard<std::mutex> lock(mutex_);
     direction.timed.push_back({std::move(*before), std::move(*after), num_bytes});
   }
-  direction.under_way.push_back(copy);
-  return copy;
 }
 
 void Lanes::copy_here(Direction& direction, const StoragePtr& storage, int64_t address, int64_t num_bytes) {
@@ -195,8 +198,8 @@ void Lanes::let_compute_wait(const Copy& copy) {
   }
   auto before = timestamp(compute);
   copy.event.block(compute);
-  if (before) {
-    auto after = timestamp(compute);
+  auto after = before ? timestamp(compute) : std::nullopt;
+  if (after) {
     const std::lock_guard<std::mutex> lock(mutex_);
     stalls_.emplace_back(std::move(*before), std::move(*after));
   }
@@ -226,14 +229,13 @@ std::vector<CopyPtr> Lanes::all_under_way(bool is_taken) {
   return found;
 }
 
-// The memory that done ones held: it dies with what is returned, after the mutex is given back.
-std::vector<StoragePtr> Lanes::forget_done() {
-  std::vector<StoragePtr> dying;
+std::vector<Lanes::Done> Lanes::forget_done() {
+  std::vector<Done> dying;
   const std::lock_guard<std::mutex> lock(mutex_);
   for (auto* const direction : {&out_, &in_}) {
     auto& under_way = direction->under_way;
     while (!under_way.empty() && under_way.front()->event.query()) {
-      dying.push_back(std::move(under_way.front()->storage));
+      dying.push_back({std::move(under_way.front()->storage), under_way.front()});
       under_way.pop_front();
     }
   }

@@ -93,15 +93,22 @@ class Lanes : public std::enable_shared_from_this<Lanes> {
     int64_t num_bytes = 0;  // copied by the thread that asks
     double seconds = 0;
   };
-  CopyPtr copy(Direction& direction, const StoragePtr& storage, int64_t address, int64_t num_bytes);
+  PyRef copy(
+      Direction& direction, PyObject* block, const StoragePtr& storage, int64_t address, int64_t num_bytes);
+  void issue(Direction& direction, const CopyPtr& copy, int64_t address, int64_t num_bytes);
   void copy_here(Direction& direction, const StoragePtr& storage, int64_t address, int64_t num_bytes);
   std::optional<c10::Event> timestamp(const c10::Stream& stream) const;
   std::vector<CopyPtr> all_under_way(bool is_taken);
-  std::vector<StoragePtr> forget_done();
+  // What held its memory, which dies with it: not under the mutex, since whoever hears of events may want the GIL.
+  struct Done {
+    StoragePtr storage;
+    CopyPtr copy;
+  };
+  std::vector<Done> forget_done();
 
   int64_t most_bytes_ = 0;
   PyRef done_;
-  bool is_measuring_ = false;
+  std::atomic<bool> is_measuring_ = false;
   std::mutex mutex_;
   Direction out_, in_;
   std::vector<std::pair<c10::Event, c10::Event>> stalls_;

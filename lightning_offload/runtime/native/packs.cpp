@@ -342,7 +342,7 @@ at::Tensor Step::unpack(Handle& handle) {
       }
     }
   } else if (is_backward && !has_deviated && (is_busy || (handle.value && handle.value->block && handle.value->index < 0))) {
-    bring_back(first, last, handle.value);  // what was saved before one that was unmatched comes back next
+    bring_back(first, last, ValuePtr(handle.value));  // what was saved before one that was unmatched comes back next
   }
   if (!handle.value || !handle.geometry) {
     handle.is_out = true;

@@ -20,6 +20,7 @@
 
 #include <structmember.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <memory>
@@ -341,8 +342,11 @@ struct PyCopy {
 PyTypeObject* copy_type = nullptr;
 
 void copy_dealloc(PyObject* self) {
+  CopyPtr last = std::move(reinterpret_cast<PyCopy*>(self)->copy);
   reinterpret_cast<PyCopy*>(self)->copy.~CopyPtr();
   drop_type_and_free(self);
+  WithoutGil others_go_on;
+  last.reset();  // a device may take its time over the end of an event
 }
 
 PyObject* copy_is_done(PyObject* self, void*) {
@@ -414,8 +418,15 @@ const std::shared_ptr<Lanes>& lanes_of(PyObject* object) {
 }
 
 void lanes_dealloc(PyObject* self) {
+  auto last = std::move(reinterpret_cast<PyLanes*>(self)->lanes);
   reinterpret_cast<PyLanes*>(self)->lanes.~shared_ptr<Lanes>();
   drop_type_and_free(self);
+  WithoutGil others_go_on;
+  try {
+    last->drain();  // lanes and the copies under way on them hold each other
+  } catch (const std::exception&) {  // the process ends, and the device has gone
+  }
+  last.reset();
 }
 
 int64_t number(PyObject* object, const char* name) {
@@ -1253,9 +1264,9 @@ std::pair<PyRef, int64_t> Upward::allocate(const Value& value) const {
   return {PyRef::borrowed(PyTuple_GET_ITEM(found.get(), 0)), PyLong_AsLongLong(PyTuple_GET_ITEM(found.get(), 1))};
 }
 
-void Upward::start_out(const ValuePtr& value, const StoragePtr& storage) const {
+void Upward::start_out(const ValuePtr& value, const StoragePtr& storage, PyObject* block) const {
   WithGil gil;
-  call("_start_out", checked(Py_BuildValue("(NN)", wrap(value), wrap(storage))));
+  call("_start_out", checked(Py_BuildValue("(NNO)", wrap(value), wrap(storage), block)));
 }
 
 bool Upward::before_write(const at::Tensor& tensor) const {
@@ -1409,7 +1420,9 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_core", "The native core of th
 
 PyTypeObject* add_type(PyObject* module, const char* name, size_t size, std::vector<PyType_Slot> slots) {
   slots.push_back({0, nullptr});
-  PyType_Spec spec = {name, static_cast<int>(size), 0, Py_TPFLAGS_DEFAULT, slots.data()};
+  const bool can_be_made = std::any_of(slots.begin(), slots.end(), [](const auto& slot) { return slot.slot == Py_tp_new; });
+  const unsigned flags = Py_TPFLAGS_DEFAULT | (can_be_made ? 0 : Py_TPFLAGS_DISALLOW_INSTANTIATION);
+  PyType_Spec spec = {name, static_cast<int>(size), 0, flags, slots.data()};
   PyObject* type = PyType_FromSpec(&spec);
   if (type == nullptr || PyModule_AddObjectRef(module, std::strrchr(name, '.') + 1, type) != 0) {
     return nullptr;

@@ -69,13 +69,14 @@ bool Step::swap_out(const ValuePtr& value, const StoragePtr& storage) {
   if (!block) {
     return false;
   }
-  value->block = std::move(block);
+  // A block that no copy fills is nobody's, whatever is raised.
   if (lanes && address != 0 && lanes->takes(value->num_bytes)) {
-    value->address = address;
     lanes->note_use(*storage);  // plainly it would have stayed until backward, whoever computes meanwhile
-    value->copy = lanes->swap_out(storage, value->block.get(), address, value->num_bytes);
+    value->copy = lanes->swap_out(storage, block.get(), address, value->num_bytes);
+    value->block = std::move(block);
+    value->address = address;
   } else {
-    python.start_out(value, storage);
+    python.start_out(value, storage, block.get());
   }
   if (program->action(value->index) & Program::RELEASED_AT_PACK) {
     release(value);

@@ -36,7 +36,7 @@ struct Upward {
   bool swap_out(const ValuePtr& value, const StoragePtr& storage) const;
   // A block for a value, as planned, with its address where the core's lanes lead there; none where there is no room.
   std::pair<PyRef, int64_t> allocate(const Value& value) const;
-  void start_out(const ValuePtr& value, const StoragePtr& storage) const;
+  void start_out(const ValuePtr& value, const StoragePtr& storage, PyObject* block) const;
   bool before_write(const at::Tensor& tensor) const;
   StoragePtr materialize(const ValuePtr& value) const;
   void await(const ValuePtr& value, const StoragePtr& storage) const;
