@@ -53,6 +53,32 @@ def test_engines_do_the_same(case: str, action: Action) -> None:
         assert copied_bytes == sum(num_bytes for direction, num_bytes in python_copies if direction == way)
 
 
+def test_what_comes_back_for_a_replay_alone_leaves_again() -> None:
+    """What saved it is gone: each replay that reads it brings it back for itself, and its host copy stays."""
+    (w,) = weights((8, 8))
+
+    def step() -> Tensor:
+        a = w * 2.0
+        saver = a.square()
+        out = ((a + 1.0).sin() + (a + 2.0).sin()).sum()
+        del saver
+        return out
+
+    graph = record(lambda: step().backward())
+    first, *others = saved_storages(graph)
+    decisions = [Decision(storage=first, action="swap"), *(Decision(storage=s, action="recompute") for s in others)]
+    program = compile_plan(graph, plan_of(graph, *decisions))
+    w.grad = None
+    plain = plainly(step, (w,))
+    for engine in ("native", "python"):
+        bits, _, copies = ran(step, (w,), program, engine)
+        assert bits == plain
+        assert copies == [("out", w.nbytes), ("in", w.nbytes), ("in", w.nbytes)]
+    bits, times = ran_in_core(step, (w,), program)
+    assert bits == plain
+    assert (times.out_bytes, times.in_bytes) == (w.nbytes, 2 * w.nbytes)
+
+
 @pytest.mark.parametrize("sees_ops", [False, True])
 def test_mixed_plans_with_ops_seen_or_not(sees_ops: bool) -> None:
     """A plan that needs no op to be seen is executed alike where they are."""
