@@ -96,6 +96,20 @@ def test_host_memory_is_used_again_behind_its_copies() -> None:
     assert not take_races()
 
 
+def test_what_comes_back_comes_after_its_copy_out() -> None:
+    """Whoever has waited for that, and whoever has not."""
+    tiers, lanes = tiers_on(current())
+    backs = []
+    for mark in range(10):
+        block, back = block_of(tiers), filled(255, current())
+        lanes.swap_out(filled(mark, current()), block)
+        backs.append((back, lanes.swap_in(block, back), block))
+    for mark, (back, copy, _) in enumerate(backs):
+        copy.wait()
+        assert marks(back) == {mark}
+    assert not take_races()
+
+
 def test_memory_is_held_until_compute_waits() -> None:
     """A copy holds device memory until compute is told to wait for it, or it is done and the lanes come by."""
     tiers, lanes = tiers_on(current())
