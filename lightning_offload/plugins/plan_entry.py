@@ -331,10 +331,7 @@ class PlanEntry:
     @property
     def must_verify(self) -> bool:
         """Whether the plan recomputes a storage whose replay was not verified yet."""
-        if self.program is None:
-            return False
-        recomputed = {s for s, d in self.program.decisions.items() if d.action == "recompute"}
-        return not recomputed <= self.verified
+        return self.program is not None and not self.program.recomputed <= self.verified
 
     @property
     def expected(self) -> Expected | None:

@@ -144,9 +144,15 @@ class Environment:
 
 def environment_on(device: torch.device) -> Environment:
     """The settings as they are that matter to ops on a device."""
-    settings = (*_EVERYWHERE, *(_ON_CPU if device.type == "cpu" else _ON_CUDA))
+    return Environment(*_readers(is_cpu=device.type == "cpu"))
+
+
+@functools.cache
+def _readers(*, is_cpu: bool) -> tuple[tuple[_Setting, ...], _Read, _Read]:
+    """The settings of a kind of device, what reads them all, and what reads those that are not of products alone."""
+    settings = (*_EVERYWHERE, *(_ON_CPU if is_cpu else _ON_CUDA))
     few = [setting for setting in settings if not setting.is_of_products]
-    return Environment(settings, _reader_of(settings), _reader_of(few))
+    return settings, _reader_of(settings), _reader_of(few)
 
 
 def _reader_of(settings: Sequence[_Setting]) -> _Read:

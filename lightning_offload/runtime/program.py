@@ -64,7 +64,7 @@ class Program:
             those of forward are released at their ops, too; those of backward, which is seen for nothing else, are not.
         is_keep_all: Whether the plan keeps everything, so that the step needs no dispatch mode.
         needs_ops: Whether ops must be seen.
-        is_recomputing: Whether anything is recomputed.
+        recomputed: The storages that are recomputed.
         records_backward: Whether anything is that backward made, for a backward of its own.
         form_route: What steps of other structures follow it by; None where only those of its own do.
         size_route: What steps follow it by, if it was made elsewhere; None where it was made for a step seen here.
@@ -97,7 +97,7 @@ class Program:
     release_at_unpack: dict[int, tuple[int, ...]]
     is_keep_all: bool
     needs_ops: bool
-    is_recomputing: bool
+    recomputed: frozenset[int]
     records_backward: bool
     form_route: FormRoute | None = None
     size_route: SizeRoute | None = None
@@ -105,6 +105,11 @@ class Program:
     noop_packs: bytes = b""
     busy_unpacks: frozenset[int] = frozenset()
     compiled: dict[bool, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def is_recomputing(self) -> bool:
+        """Whether anything is recomputed."""
+        return bool(self.recomputed)
 
     def minds_writes(self, *, sees_ops: bool) -> bool:
         """Whether writes in other steps matter: a call may be replayed, or a copy is not what its storage will hold.
@@ -213,7 +218,7 @@ def compile_plan(
         if not (in_backward[decision.release_op] and decision.storage in at_unpacks):
             release[decision.release_op] = (*release.get(decision.release_op, ()), decision.storage)
     busy = {*recorded, *register, *release}
-    is_recomputing = any(d.action == "recompute" for d in decisions.values())
+    recomputed = frozenset(s for s, d in decisions.items() if d.action == "recompute")
     layout = plan_layout(graph, plan)
     is_strict = any(in_backward[i] for i in busy)
     names = skeleton.names if is_strict else skeleton.forward_names
@@ -224,7 +229,7 @@ def compile_plan(
     records_backward = any(in_backward[i] for i in recorded)
     followed_storages = {graph.values[v].storage for v in followed}
     is_own = not (is_bound or is_imported or records_backward or forms is not None)
-    if forms is not None and (is_recomputing or has_others):
+    if forms is not None and (recomputed or has_others):
         raise PlanError("steps of other structures can follow a plan only where it needs no op to be seen")
     return Program(
         plan=plan,
@@ -253,8 +258,8 @@ def compile_plan(
         release_at_pack=release_at_pack,
         release_at_unpack=release_at_unpack,
         is_keep_all=not decisions,
-        needs_ops=is_recomputing or has_others,
-        is_recomputing=is_recomputing,
+        needs_ops=bool(recomputed) or has_others,
+        recomputed=recomputed,
         records_backward=records_backward,
         form_route=FormRoute.of(graph, decisions, forms, release_at_pack) if forms is not None else None,
         size_route=SizeRoute.of(graph, decisions) if is_imported else None,
