@@ -37,8 +37,8 @@ class MemoryPlugin:
     Args:
         budget: Peak bytes of tensors alive on the compute device in a step, persistent state included: an int
             of bytes, ``"12GiB"``, a float in (0, 1] as a fraction of device memory, or None for that
-            of ``LIGHTNING_OFFLOAD_BUDGET`` in the environment, and without one for all that the device has (on a
-            CPU: no limit).
+            of ``LIGHTNING_OFFLOAD_BUDGET`` in the environment, and without one for what is free on the device, less
+            a margin (on a CPU: no limit).
         policy: Who plans: "auto", "keep-all", "all-swap", "all-recompute", or a published system ("superneurons");
             :data:`~lightning_offload.planning.planner.POLICIES` has them all.
         tier: Where swapped tensors go: "host", "disk", or "auto": to the host, and to disk what has no room there.

@@ -1,8 +1,8 @@
 """The engine of planned steps: a native core where it can be had, else Python, which gives the same bits.
 
-:func:`load` gives the core. The first planned step of a process asks for it; nothing is built or imported before. Where
-it cannot be had one warning says why, and how to mend it, and steps go on in Python. The answer is remembered in this
-process and in those forked from it.
+:func:`load` gives the core. The first recorded or planned step of a process asks for it; nothing is built or imported
+before. Where it cannot be had one warning says why, and how to mend it, and steps go on in Python. The answer is
+remembered in this process and in those forked from it.
 
 ``LIGHTNING_OFFLOAD_ENGINE`` is read at each call: "python" takes no core, "native" goes on with nothing less, and empty
 or unset takes what there is. Where builds lie: :mod:`~lightning_offload.runtime.native.builds`.
