@@ -169,6 +169,7 @@ class StepExecutor:
         self._unread = weakref.ref(self._lease)
         self._device = device
         self._can_capture, self._is_capturing = kind_of(device).captures_graphs, capture_query(device)
+        self._lanes = tiers.lanes if device.type != "cpu" else None
         self._verifier = verifier
         self._has_begun_backward = self._has_read = False
         self._lock = self._new_lock()
@@ -497,8 +498,15 @@ class StepExecutor:
         handle = Handle(None, self._lease, index, kept, is_borrowed=kept is tensor)
         handle.kept, handle.value = kept, value
         if index in program.made_packs:
+            self._note_stream(handle, kept)
             self._fallback.may_leave_later(handle)
         return handle
+
+    def _note_stream(self, handle: Handle, tensor: Tensor) -> None:
+        """Note who saves: Note [streams and memory]."""
+        if self._lanes is not None and tensor.device == self._device:
+            handle.stream = self._lanes.compute_stream()
+            self._lanes.note_use(tensor.untyped_storage())
 
     def _pack(self, tensor: Tensor, plain: bool, is_borrowed: bool) -> Handle:
         index = self._num_packs
@@ -506,6 +514,8 @@ class StepExecutor:
         handle = Handle(self.observer, self._lease, index, tensor, is_borrowed=is_borrowed)
         is_captured = self._can_capture and self._is_capturing()
         plain = plain and not is_captured
+        if plain:
+            self._note_stream(handle, tensor)
         if self.observer is not None:
             self.observer.on_pack(index, tensor, plain)
         if self.superset is not None:
@@ -748,6 +758,9 @@ class StepExecutor:
         if not (self.watches_backward or within_transform()):  # whose own backward this is
             with self.unseen(), bypass_mode:
                 self._table.keep_watch()
+        self._tell_of_backward()
+
+    def _tell_of_backward(self) -> None:
         if not self._has_begun_backward:
             self._has_begun_backward = True
             self._check_forward()

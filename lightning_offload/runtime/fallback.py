@@ -160,6 +160,7 @@ class OffloadAll:
         if value.is_external or not (self.sees_ops or value.is_as_saved(handle)):
             return
         if value.block is None:
+            self.materializer.come_after(handle)
             if not self.materializer.swap_out(value, storage, None, release_now=True):
                 self.stayed_bytes += value.num_bytes
                 return
@@ -297,6 +298,7 @@ class SupersetRule:
             value = self._table.new(index, storage)
         else:
             self._table.name(value, index)
+        policy.materializer.come_after(handle)
         is_at_once = self._program.decisions[index].release_op == AT_PACK
         is_due = is_at_once or follower.route.releases.get(index, follower.place) < follower.place
         if not policy.materializer.swap_out(value, storage, self._program.places.get(index), release_now=is_due):

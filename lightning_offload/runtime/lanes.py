@@ -100,6 +100,9 @@ class CopyLanes(abc.ABC):
     def note_use(self, storage: torch.UntypedStorage) -> None:  # noqa: B027  (there is nothing to tell without streams)
         """Tell the allocator that ops of the calling thread use memory, which may be another stream's."""
 
+    def come_after(self, stream: Any) -> None:  # noqa: B027  (one after the other without streams)
+        """Let what the calling thread computes from now on come after what a stream was asked for so far."""
+
     def tidy(self) -> None:  # noqa: B027  (most lanes hold nothing longer than they must)
         """Let go of the memory of copies that are done by now."""
 

@@ -14,7 +14,7 @@ import torch
 
 from lightning_offload.errors import ReplayError, SpillError, StaleInputError
 from lightning_offload.graph.memory_plan import Decision
-from lightning_offload.runtime.lanes import DONE, Block, storage_bytes
+from lightning_offload.runtime.lanes import DONE, Block
 from lightning_offload.runtime.replay import Replay
 from lightning_offload.runtime.tiers import Place, Tiers
 from lightning_offload.runtime.values import Handle, LiveValue, ValueTable
@@ -68,7 +68,7 @@ class Materializer:
         self._verifier = verifier
         self._visitors: list[LiveValue] = []
         notice = self._notice if observer is not None else None
-        self._make = make or Replay(self.materialize, notice, self._keep_replayed).make
+        self._make = make or Replay(self._read_again, notice, self._keep_replayed).make
         self._rehearsal = Replay(self._borrow, notice, self._keep_replayed, is_rehearsal=True)
 
     def swap_out(
@@ -89,6 +89,10 @@ class Materializer:
         self._tiers.lanes.note_use(storage)  # plainly it would have stayed until backward, whoever computes meanwhile
         value.copy = self._tiers.swap_out(storage, block)
         value.block = block
+
+    def come_after(self, handle: Handle) -> None:
+        """Let what computes now come after the op that saved a tensor, perhaps on another stream."""
+        handle.come_after(self._tiers.lanes)
 
     def release(self, value: LiveValue) -> None:
         """Wait for a value's copy out and drop its device memory; nothing if there is no such copy.
@@ -148,6 +152,12 @@ class Materializer:
             raise ReplayError("a saved tensor has neither device memory nor a host copy nor a recorded producer")
         return value.storage
 
+    def _read_again(self, value: LiveValue) -> torch.UntypedStorage:
+        """The same for a replay, of whose reading nobody else knows."""
+        storage = self.materialize(value)
+        self._tiers.lanes.note_use(storage)
+        return storage
+
     def materialize_before_write(self, value: LiveValue) -> None:
         """Have a value now, since it cannot be replayed any more; while replays are verified it may turn out lost."""
         try:
@@ -161,7 +171,7 @@ class Materializer:
     def _borrow(self, value: LiveValue) -> torch.UntypedStorage:
         """Device memory that holds a value, for a rehearsal alone: what comes back from the host leaves again."""
         if value.block is None or value.live() is not None:
-            return self.materialize(value)
+            return self._read_again(value)
         self._bring_back(value, is_visit=True)
         assert value.storage is not None
         return value.storage
@@ -215,16 +225,15 @@ class Materializer:
     def make_ready(self, value: LiveValue, storage: torch.UntypedStorage) -> None:
         """Have memory ready that we allocated, perhaps on another compute stream than the one that reads it now.
 
-        The allocator is told of the latter; only a model that computes on several streams of its own comes there: Note
-        [streams and memory].
+        Only a model that computes on several streams of its own comes there: Note [streams and memory].
         """
         if value.copy is not None:
             self.wait(value)
         if value.stream is None:
             return
-        reader = self._tiers.lanes.compute_stream()
-        if reader != value.stream:
-            storage_bytes(storage).record_stream(reader)
+        if self._tiers.lanes.compute_stream() != value.stream:
+            self._tiers.lanes.come_after(value.stream)
+            self._tiers.lanes.note_use(storage)
 
     def prefetch(self, indices: tuple[int, ...]) -> None:
         """Start bringing swapped values back."""

@@ -244,7 +244,7 @@ class NativeExecutor(StepExecutor):
     @_upward
     def _first_unpack(self) -> None:
         self._has_read = True
-        super().backward_begins()
+        self._tell_of_backward()  # the core closes its table in the same call
 
     @_upward
     def _bring_back_at(self, first: int, last: int, value: LiveValue | None) -> None:

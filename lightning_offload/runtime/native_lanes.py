@@ -56,6 +56,10 @@ class NativeLanes(CopyLanes):
         self._others.note_use(storage)
 
     @override
+    def come_after(self, stream: Any) -> None:
+        self._others.come_after(stream)
+
+    @override
     def tidy(self) -> None:
         self.core.tidy()
         self._others.tidy()

@@ -10,7 +10,10 @@ by ``record_stream``, which does nothing for a stream's own: plainly it would ha
 nobody waits for is held by the lane until its event has passed. The compute stream is looked up at each call:
 autograd's device threads and users' own stream contexts may have another one each time. Where a model computes on
 several streams, memory goes back to the stream it was allocated on while another may still read it: that stream waits
-for copies too, and what is read elsewhere is reported to the allocator, as autograd's users must do themselves.
+for copies too, and what is read elsewhere is reported to the allocator, as autograd's users must do themselves. Each
+stream that saves a tensor, or on which a replay reads one, is reported: plainly what is saved stays until backward, and
+nothing is read again. Memory that a copy or a replay filled is read on another stream only after what filled it. What
+leaves later than it was saved does so after the stream that saved it.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from lightning_offload.accelerators import is_capturing
 from lightning_offload.runtime.host_pool import HostBlock
 from lightning_offload.runtime.lanes import (
     DONE,
@@ -184,6 +188,14 @@ class StreamLanes(Mover, CopyLanes):
     @override
     def note_use(self, storage: torch.UntypedStorage) -> None:
         storage_bytes(storage).record_stream(self.compute_stream())
+
+    @override
+    def come_after(self, stream: Any) -> None:
+        compute = self.compute_stream()
+        if stream != compute and not is_capturing():  # a graph must not wait for what is outside of it
+            event = self.new_event()
+            event.record(stream)
+            compute.wait_event(event)
 
     # ---- order
 

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_offload.runtime.collector import Allowance
 from lightning_offload.runtime.environment import Environment
 from lightning_offload.runtime.hooks import dynamo_disabled
-from lightning_offload.runtime.lanes import Block, Copy
+from lightning_offload.runtime.lanes import Block, Copy, CopyLanes
 from lightning_offload.tensors.geometry import Geometry, plain_set_version
 from lightning_offload.tensors.observer import StepObserver
 from lightning_offload.tensors.op_facts import OpFacts, detached
@@ -293,12 +293,13 @@ class Handle:
             is one, ``torch.utils.swap_tensors`` refuses to put another in its place. None otherwise.
         version: The version that was saved.
         is_out: Whether the tensor itself was handed out, which is somebody else's from then on.
+        stream: That on which the op ran that saved it; None on a device without streams.
         shown: What a node of the program's own was given in its place: Note [gradients that are stolen].
     """
 
     __slots__ = (
-        "__weakref__", "borrowed", "geometry", "index", "is_out", "kept", "lease", "observer", "shown", "value",
-        "version", "version_alias",
+        "__weakref__", "borrowed", "geometry", "index", "is_out", "kept", "lease", "observer", "shown", "stream",
+        "value", "version", "version_alias",
     )  # fmt: skip
 
     def __init__(
@@ -320,6 +321,7 @@ class Handle:
         self.version_alias: Tensor = tensor
         self.borrowed = weakref.ref(tensor) if is_borrowed else None
         self.is_out = False
+        self.stream: Any = None
         self.shown: Tensor | None = None
 
     @dynamo_disabled
@@ -329,6 +331,11 @@ class Handle:
         value = self.value
         if value is not None and value.call is not None and torch._C._current_graph_task_id() != -1:
             value.forget_call(self)
+
+    def come_after(self, lanes: CopyLanes) -> None:
+        """Let what computes now come after the op that saved it."""
+        if self.stream is not None:
+            lanes.come_after(self.stream)
 
     def hold_apart(self) -> None:
         """Keep a tensor of its own in place of the program's, on the same memory."""

@@ -95,7 +95,7 @@ class TestOnCuda:
         assert take_races() or not IS_EMULATED
         assert differences(plain.outcome, trained.outcome) or ARE_COPIES_FIRST
 
-    @pytest.mark.parametrize("policy", ["all-swap", "keep-all"])
+    @pytest.mark.parametrize("policy", ["all-swap", "all-recompute", "keep-all"])
     def test_memory_of_another_stream_is_read_by_nobody_once_it_is_released(self, policy: str) -> None:
         """An activation is made on the program's side stream and saved on the main one, which is behind the host."""
         side, device = torch.cuda.Stream(), torch.device("cuda", torch.cuda.current_device())
@@ -129,6 +129,79 @@ class TestOnCuda:
         with MemoryPlugin(budget=None, policy=policy, device=device) as memory:
             for _ in range(6):
                 assert torch.equal(step(memory), expected)
+        assert not take_races()
+
+    @pytest.mark.parametrize("policy", ["all-swap", "all-recompute"])
+    def test_each_reader_waits_for_what_filled_the_memory(self, policy: str) -> None:
+        """Two streams have saved one activation, and read it in their backwards; neither waits for the other."""
+        streams, device = [torch.cuda.Stream(), torch.cuda.Stream()], torch.device("cuda", torch.cuda.current_device())
+        torch.manual_seed(0)
+        weights = [torch.nn.Parameter(torch.randn(1 << 18, device=device)) for _ in streams]
+        x = torch.randn(1 << 18, device=device)
+
+        def step(memory: MemoryPlugin | None) -> list[torch.Tensor]:
+            main = torch.cuda.current_stream()
+            with memory.step(x) if memory is not None else contextlib.nullcontext():
+                y = (x * 2.0).sin()
+                losses = []
+                for stream, weight in zip(streams, weights, strict=True):
+                    stream.wait_stream(main)
+                    with torch.cuda.stream(stream):
+                        losses.append((y * weight).sum())
+                del y
+                for stream in streams:
+                    main.wait_stream(stream)
+                sum(losses).backward()  # type: ignore[union-attr]
+            torch.cuda.synchronize()
+            gradients = [weight.grad.cpu() for weight in weights if weight.grad is not None]
+            for weight in weights:
+                weight.grad = None
+            return gradients
+
+        expected = step(None)
+        for seed in SEEDS:
+            with (
+                slowed(("in",), seed=seed, share=1.0),
+                poisoned(),
+                MemoryPlugin(policy=policy, device=device) as memory,
+            ):
+                for _ in range(6):
+                    assert all(map(torch.equal, step(memory), expected))
+        assert not take_races()
+
+    def test_what_leaves_late_leaves_behind_who_saved_it(self) -> None:
+        """A step of another structure saves on its own stream, then on the main one before that waits."""
+        side, device = torch.cuda.Stream(), torch.device("cuda", torch.cuda.current_device())
+        torch.manual_seed(0)
+        weight, x = torch.nn.Parameter(torch.randn(1 << 18, device=device)), torch.randn(1 << 18, device=device)
+
+        def step(memory: MemoryPlugin | None, *, is_other: bool) -> torch.Tensor:
+            main = torch.cuda.current_stream()
+            with memory.step(x) if memory is not None else contextlib.nullcontext():
+                side.wait_stream(main)
+                with torch.cuda.stream(side):
+                    for _ in range(20):
+                        torch.mm(x.view(512, 512), x.view(512, 512))  # side falls behind
+                    z = weight.exp()  # saves this alone: a second save here would make copies wait for the first
+                first = (x * weight).cos()
+                if is_other:
+                    first = first.tanh()
+                main.wait_stream(side)
+                loss = (first + z).sum()
+                del z, first
+                loss.backward()
+            torch.cuda.synchronize()
+            gradient = weight.grad
+            assert gradient is not None
+            weight.grad = None
+            return gradient.cpu()
+
+        kinds = [*[False] * 4, *[True, False] * 4]
+        expected = {kind: step(None, is_other=kind) for kind in (False, True)}
+        with MemoryPlugin("9MiB", policy="all-swap", device=device) as memory:
+            for kind in kinds:
+                assert torch.equal(step(memory, is_other=kind), expected[kind])
+            assert memory.report().num_aligned > 0
         assert not take_races()
 
     def test_every_copy_is_timed(self) -> None:

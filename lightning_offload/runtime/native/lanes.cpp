@@ -15,6 +15,16 @@ namespace offload {
 
 static constexpr double EVENT_SECONDS = 3e-6;  // between two events with nothing between them; of stream_lanes.py
 
+// A device is current while events of it are recorded, waited for and freed: they would make device 0 current
+// afterwards, which a program that is on another one may not have begun to use, and would begin to.
+Copy::~Copy() {
+  try {
+    const c10::OptionalDeviceGuard on(owner.device());
+    event = c10::Event(owner.device_type());
+  } catch (...) {  // the device is gone, as at the end of a process
+  }
+}
+
 void Copy::wait() {
   lanes->let_compute_wait(*this);
   const auto dying = lanes->let_go(*this);
@@ -128,13 +138,20 @@ PyRef Lanes::copy(
   const auto compute = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
   const auto copy = c10::make_intrusive<Copy>(shared_from_this(), c10::Event(device.type()), compute, storage);
   PyRef object = wrapped(copy);
+  const PyRef before = attribute(block, busy());
   set_attribute(block, busy(), object.get());  // first: once it is under way nothing may fail before the block knows
-  const WithoutGil others_go_on;
-  issue(direction, copy, address, num_bytes);
+  try {
+    const WithoutGil others_go_on;
+    issue(direction, copy, address, num_bytes);
+  } catch (...) {
+    set_attribute(block, busy(), before.get());  // it waits for its earlier copy
+    throw;
+  }
   return object;
 }
 
 void Lanes::issue(Direction& direction, const CopyPtr& copy, int64_t address, int64_t num_bytes) {
+  const c10::OptionalDeviceGuard on_its_device(device);
   Geometry flat;
   flat.size.push_back(num_bytes);
   flat.stride.push_back(1);
@@ -192,6 +209,7 @@ void Lanes::note_use(const c10::StorageImpl& storage) const {
 }
 
 void Lanes::let_compute_wait(const Copy& copy) {
+  const c10::OptionalDeviceGuard on_its_device(device);
   const auto compute = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
   if (copy.owner != compute) {
     copy.event.block(copy.owner);

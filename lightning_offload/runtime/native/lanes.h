@@ -23,6 +23,7 @@ struct Copy final : c10::intrusive_ptr_target {
   void release_resources() override {
     storage.reset();
   }
+  ~Copy() override;
 
   // Let what compute does from here on see the copy as done; blocks no thread.
   void wait();

@@ -5,6 +5,7 @@
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <c10/core/DefaultDtype.h>
+#include <c10/core/Event.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -36,8 +37,6 @@ void set_key() {
   const bool is_on = num_hidden == 0 && (sight.step != nullptr || sight.watch != nullptr);
   c10::impl::tls_set_dispatch_key_included(KEY, is_on);
 }
-
-using Tensors = std::vector<at::Tensor>;
 
 template <class Function>
 void for_tensors_in(const c10::IValue& item, const Function& function) {
@@ -135,6 +134,19 @@ std::optional<c10::Stream> stream_of(c10::Device device) {
     return std::nullopt;
   }
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+void come_after(const c10::Stream& stream) {
+  const auto now = c10::impl::VirtualGuardImpl(stream.device_type()).getStream(stream.device());
+  if (now != stream) {
+    c10::Event asked_for(stream.device_type());
+    asked_for.record(stream);
+    asked_for.block(now);
+  }
+}
+
+void note_use(const c10::StorageImpl& storage, const c10::Stream& stream) {
+  c10::impl::VirtualGuardImpl(stream.device_type()).recordDataPtrOnStream(storage.data_ptr(), stream);
 }
 
 bool is_plain(const at::Tensor& tensor) {
@@ -582,12 +594,11 @@ bool Step::captures() {
   return python.capturing && python.is_capturing();
 }
 
-void Step::op(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+void Step::op(const c10::OperatorHandle& op, const OpFacts& facts, c10::DispatchKeySet keys, Stack* stack) {
   const auto run = [&] {
     c10::impl::ExcludeDispatchKeyGuard unseen{c10::DispatchKeySet(KEY)};
     op.redispatchBoxed(keys & BELOW, stack);
   };
-  const OpFacts& facts = *Upward::facts_of(op);
   const c10::ArrayRef<c10::IValue> arguments(stack->data() + (stack->size() - facts.num_arguments), facts.num_arguments);
   int64_t place = Follower::NOTHING;
   CallPtr call;
@@ -697,13 +708,13 @@ static void see(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* 
   // Where Python's key is off, a mode runs its own ops: those of fake tensors above all, while a compiler traces.
   // An alias is nobody's business either: Python makes objects of its own classes of one, which must not have been
   // Python's before.
-  if (num_hidden == 0 && !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python) &&
-      !Upward::facts_of(op)->is_alias) {
-    if (sight.step != nullptr) {
-      sight.step->op(op, keys, stack);
+  if (num_hidden == 0 && !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python)) {
+    const OpFacts& facts = *Upward::facts_of(op);
+    if (sight.step != nullptr && !facts.is_alias) {
+      sight.step->op(op, facts, keys, stack);
       return;
     }
-    if (const Watch* watch = sight.watch != nullptr ? sight.watch : inherited_watch()) {
+    if (const Watch* watch = sight.watch != nullptr ? sight.watch : inherited_watch(); watch != nullptr && !facts.is_alias) {
       c10::impl::ExcludeDispatchKeyGuard unseen{c10::DispatchKeySet(KEY)};
       show_to(*watch, op, stack);
       return;

@@ -98,6 +98,10 @@ Kept Step::pack(const at::Tensor& tensor, bool is_parameter, bool is_ordinary, c
     return Kept::STRANGE;
   }
   const StoragePtr storage = tensor.storage().getWeakStorageImpl().lock();
+  if (!is_cpu_ && tensor.device() == device) {  // Note [streams and memory] in stream_lanes.py
+    handle->stream = stream_of(device);
+    note_use(*storage, *handle->stream);
+  }
   if (program->is_routed) {
     return pack_by_form(tensor, is_parameter, storage, handle);
   }

@@ -549,6 +549,12 @@ METHOD(handle_let_go, {
   Py_RETURN_NONE;
 })
 METHOD(value_is_as_saved, return PyBool_FromLong(VALUE(self).is_as_saved(HANDLE(given))))
+METHOD(handle_come_after, {
+  if (const auto& stream = HANDLE(self).stream) {
+    come_after(*stream);
+  }
+  Py_RETURN_NONE;
+})
 METHOD(handle_watch, {
   // A value that it guards, by what was saved.
   auto& guards = VALUE(given).guards;
@@ -582,6 +588,7 @@ PyMemberDef handle_members[] = {
 
 PyMethodDef handle_methods[] = {
     {"let_go", handle_let_go, METH_VARARGS, nullptr},
+    {"come_after", handle_come_after, METH_O, nullptr},
     {"watch", handle_watch, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 

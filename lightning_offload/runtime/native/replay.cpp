@@ -71,7 +71,6 @@ bool Step::swap_out(const ValuePtr& value, const StoragePtr& storage) {
   }
   // A block that no copy fills is nobody's, whatever is raised.
   if (lanes && address != 0 && lanes->takes(value->num_bytes)) {
-    lanes->note_use(*storage);  // plainly it would have stayed until backward, whoever computes meanwhile
     value->copy = lanes->swap_out(storage, block.get(), address, value->num_bytes);
     value->block = std::move(block);
     value->address = address;
@@ -247,7 +246,10 @@ void Step::await(const ValuePtr& value, const StoragePtr& storage) {
   } else if (value->stream) {
     const auto reader = stream_of(device);
     if (reader && *reader != *value->stream) {
-      c10::impl::VirtualGuardImpl(device.type()).recordDataPtrOnStream(storage->data_ptr(), *reader);
+      if (!captures()) {  // a graph must not wait for what is outside of it
+        come_after(*value->stream);
+      }
+      note_use(*storage, *reader);
     }
   }
 }
@@ -354,6 +356,8 @@ void come_by(const ValuePtr& value, uint64_t number, std::vector<Noted>* outer) 
   value->memory.reset();
 }
 
+using Calls = c10::SmallVector<CallPtr, 4>;
+
 int num_replays_under_way = 0;  // by nested calls: the mutex lets no other thread replay meanwhile
 
 }  // namespace
@@ -365,12 +369,11 @@ StoragePtr Step::replay(const ValuePtr& value) {
 StoragePtr Step::make(const ValuePtr& value) {
   const uint64_t number = ++last_replay;
   // Depth first, from what is at hand.
-  std::vector<CallPtr> order;
-  std::vector<std::pair<CallPtr, bool>> stack;
+  Calls order;
+  c10::SmallVector<std::pair<CallPtr, bool>, 4> stack;
   stack.emplace_back(value->call, false);
   while (!stack.empty()) {
-    auto [call, is_expanded] = std::move(stack.back());
-    stack.pop_back();
+    auto [call, is_expanded] = stack.pop_back_val();
     if (!call || (!is_expanded && call->replay == number)) {
       continue;
     }
@@ -401,7 +404,7 @@ StoragePtr Step::make(const ValuePtr& value) {
     }
   }
   struct Cleared {  // whatever happens, no value holds memory for a replay that is over
-    std::vector<CallPtr>& order;
+    const Calls& order;
     Value& wanted;
     std::vector<Noted>& noted;
     uint64_t number;
@@ -429,6 +432,10 @@ StoragePtr Step::make(const ValuePtr& value) {
   } cleared{order, *value, noted, number};
   ++num_replays_under_way;
   {
+    std::optional<WithoutGil> others_go_on;  // a replay within another has let them already
+    if (PyGILState_Check()) {
+      others_go_on.emplace();
+    }
     Environments environments(python, environment_now(true));
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     c10::impl::ExcludeDispatchKeyGuard unseen(c10::DispatchKeySet(c10::DispatchKey::Fake));
@@ -454,6 +461,9 @@ void Step::run_again(Call& call, uint64_t number) {
   const auto memory_of = [&](const ValuePtr& value) {
     if (!value->memory) {
       auto found = materialize(value);
+      if (!is_cpu_) {
+        note_use(*found, *stream_of(device));  // of whose reading nobody else knows
+      }
       if (value->num_readers == 0) {
         return found;
       }
@@ -497,7 +507,7 @@ void Step::run_again(Call& call, uint64_t number) {
     stack[0] = geometry.on(new_memory(num_bytes, geometry.device));
   }
   c10::SmallVector<const c10::StorageImpl*, 8> given;
-  std::vector<at::Tensor> written;
+  Tensors written;
   for (const auto& ref : call.refs) {
     StoragePtr* const copy = copy_of(ref.value.get());
     const StoragePtr storage = copy != nullptr ? *copy : memory_of(ref.value);
@@ -523,15 +533,12 @@ void Step::run_again(Call& call, uint64_t number) {
     }
   }
   try {
-    Drawing drawing(call);
-    {
-      // Between the generator's being put back and the kernel's draw nobody else is to draw from it.
-      std::optional<WithoutGil> others_go_on;
-      if (!call.generator) {
-        others_go_on.emplace();
-      }
-      call.op.callBoxed(stack);
+    std::optional<WithGil> alone;  // between the generator's being put back and the kernel's draw nobody else draws from it
+    if (call.generator) {
+      alone.emplace();
     }
+    Drawing drawing(call);
+    call.op.callBoxed(stack);
     drawing.end();
   } catch (const c10::OutOfMemoryError&) {
     throw;
@@ -541,7 +548,7 @@ void Step::run_again(Call& call, uint64_t number) {
     }
     python.replay_failed(call.facts->name, error.what(), true);
   }
-  std::vector<at::Tensor> made;
+  Tensors made;
   made_by(stack, given, written, device, made);
   for (const auto& [position, weak] : call.results) {
     const auto result = weak.lock();

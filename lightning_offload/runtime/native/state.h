@@ -35,6 +35,7 @@
 namespace offload {
 
 using Stack = torch::jit::Stack;
+using Tensors = c10::SmallVector<at::Tensor, 2>;  // of one call: most make one
 using StoragePtr = c10::intrusive_ptr<c10::StorageImpl>;
 using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
@@ -150,6 +151,7 @@ struct Handle final : c10::intrusive_ptr_target {
   std::optional<Geometry> geometry;
   Guard saved;  // the saved tensor's counter and version
   bool is_out = false;
+  std::optional<c10::Stream> stream;  // that of its pack, on a device with streams
   at::Tensor shown;  // what a node of the program's own was given in its place
   std::shared_ptr<std::atomic<int64_t>> counted;  // what stays, as long as it does; see Ledger
   int64_t counted_bytes = 0;

@@ -203,7 +203,7 @@ class Step {
       std::shared_ptr<Lanes> lanes);
 
   // ---- ops, in the thread that has entered
-  void op(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack);
+  void op(const c10::OperatorHandle& op, const OpFacts& facts, c10::DispatchKeySet keys, Stack* stack);
 
   // ---- saved tensors, with the GIL and the lock
   // What becomes of a saved tensor, which `handle` stands for from then on.
@@ -247,7 +247,7 @@ class Step {
   bool may_replay(const OpFacts& facts, c10::ArrayRef<c10::IValue> arguments) const;
   PyObject* environment_now(bool for_product);
   std::string follow_results(
-      const Program::Busy& planned, const OpFacts& facts, const std::vector<at::Tensor>& made, size_t num_fresh, const CallPtr& call);
+      const Program::Busy& planned, const OpFacts& facts, const Tensors& made, size_t num_fresh, const CallPtr& call);
   Kept pack_by_form(
       const at::Tensor& tensor, bool is_parameter, const StoragePtr& storage, const c10::intrusive_ptr<Handle>& handle);
   bool outlives(const c10::StorageImpl* storage);
@@ -292,11 +292,11 @@ extern std::atomic<int> num_minding;
 size_t made_by(
     c10::ArrayRef<c10::IValue> results,
     const c10::SmallVectorImpl<const c10::StorageImpl*>& given,
-    const std::vector<at::Tensor>& written,
+    const Tensors& written,
     c10::Device device,
-    std::vector<at::Tensor>& made);
+    Tensors& made);
 // The tensors among the arguments that a call writes.
-void written_by(const OpFacts& facts, c10::ArrayRef<c10::IValue> arguments, std::vector<at::Tensor>& written);
+void written_by(const OpFacts& facts, c10::ArrayRef<c10::IValue> arguments, Tensors& written);
 
 bool is_plain(const at::Tensor& tensor);
 bool has_no_graph(const at::Tensor& tensor);
@@ -307,6 +307,10 @@ bool in_backward();
 // The node of autograd's graph that runs now, where that is the program's own; null where it is torch's.
 const void* own_node();
 std::optional<c10::Stream> stream_of(c10::Device device);
+// Let what computes now come after what a stream was asked for so far.
+void come_after(const c10::Stream& stream);
+// Tell the allocator that a stream uses memory, which may be another one's.
+void note_use(const c10::StorageImpl& storage, const c10::Stream& stream);
 int intern(const std::string& name);
 
 // Hands every op to a dispatch mode of Python's, which is on for that op alone: so no kernel and no formula of autograd
