@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from lightning_offload.accelerators import KINDS, device_in_use, indexed, memory_of
 from lightning_offload.capture import spec_cache
 from lightning_offload.capture.calibrate import LinkRates, Transfer, measure_device, measure_transfers, spec_of
 from lightning_offload.errors import SpillError, UnsupportedError
 from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.plugins.inputs import flatten
 from lightning_offload.runtime.host_pool import HostPool
 from lightning_offload.runtime.spill import DiskPool
 from lightning_offload.runtime.tiers import Place, Tiers, tiers_for
@@ -31,7 +31,7 @@ def find_device(module: torch.nn.Module | None, inputs: Any) -> torch.device:
 
 def first_device(inputs: Any) -> torch.device | None:
     """The device of the first tensor among the inputs, one that is not on the CPU where there is any."""
-    devices = [leaf.device for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
+    devices = [leaf.device for leaf in flatten(inputs)[0] if isinstance(leaf, Tensor)]
     return next((d for d in devices if d.type != "cpu"), devices[0] if devices else None)
 
 

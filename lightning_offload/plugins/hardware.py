@@ -117,6 +117,18 @@ class Hardware:
         self._wanted: dict[str, Mapping[Tier, int]] = {}
         self._demand: tuple[int, int] | None = None
 
+    def go_on_from(self, version: int, budget_bytes: int | None) -> None:
+        """Serve the plans that were made for an earlier use of this device.
+
+        Args:
+            version: That of their hardware.
+            budget_bytes: Its budget: where none was given, and there is about as much now, it stays.
+        """
+        now = self.budget_bytes
+        if self._settings.budget is None and budget_bytes and now and now >= _MUCH_LESS * budget_bytes:
+            self.budget_bytes = budget_bytes
+        self.version = version + (self.budget_bytes != budget_bytes)
+
     def read_budget_again(self, slack_bytes: int) -> None:
         """See how much memory there is once a step has run: kernels and libraries were loaded, memory is in pieces.
 

@@ -194,13 +194,15 @@ class MemoryPlugin:
             torch.OutOfMemoryError: The device ran out of memory and the step could not be repeated.
         """
 
+        steps = self._steps
+
         def attempt() -> _T:
+            steps.has_optimizer_run = not steps.is_attached  # then nobody tells
             with self.step(*inputs, **kwargs):
                 return step()
 
-        steps = self._steps
         copies = steps.state.copies if steps.is_attached else BufferCopies()
-        return with_second_attempt(attempt, steps.module, lambda: steps.optimizer_ran_inside, copies)
+        return with_second_attempt(attempt, steps.module, lambda: steps.has_optimizer_run, copies)
 
     def plan(self) -> None:
         """Have the plan for the next step like the last one made now, and not as it begins.

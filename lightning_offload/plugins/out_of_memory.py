@@ -36,37 +36,48 @@ class Attempt:
         buffers: Its buffers, each with a copy; None if they are not copied, and nothing can be put back.
     """
 
-    def __init__(self, module: torch.nn.Module | None, buffers: Iterable[tuple[Tensor, Tensor]] | None) -> None:
+    def __init__(self, module: torch.nn.Module | None, buffers: Iterable[tuple[_Buffer, Tensor]] | None) -> None:
         self._is_known = module is not None and buffers is not None
         self._rng = _rng_states()
         parameters = module.parameters() if module is not None and buffers is not None else ()
-        self._parameters = [_Parameter(weakref.ref(p), p._version, _version_of(p.grad)) for p in parameters]
-        self._copies = [(weakref.ref(buffer), copy) for buffer, copy in buffers or ()]
+        self._parameters = [_Parameter(weakref.ref(p), p._version, _state_of(p.grad)) for p in parameters]
+        self._copies = [(each.places, weakref.ref(each.tensor), copy) for each, copy in buffers or ()]
 
     def restore(self) -> bool:
         """Put everything back as it was; False, with nothing put back, where that is not possible."""
         if not self._is_known or not all(parameter.is_untouched for parameter in self._parameters):
             return False
         with torch.no_grad():
-            for reference, copy in self._copies:
+            for places, reference, copy in self._copies:
                 buffer = reference()
-                if buffer is not None:
+                if buffer is None:  # the step has put another in its place
+                    buffer = copy.clone()
+                else:
                     buffer.copy_(copy)
+                for holder, name in places:
+                    holder._buffers[name] = buffer
         for known in self._parameters:
             parameter = known.reference()
-            if parameter is not None and known.gradient_version is None:
+            if parameter is not None and known.gradient is None:
                 parameter.grad = None
         for generator, state in self._rng:
             generator.set_state(state)
         return True
 
 
+class _Buffer(NamedTuple):
+    """A buffer, and where the model has it: the modules, and its names there."""
+
+    places: list[tuple[torch.nn.Module, str]]
+    tensor: Tensor
+
+
 class _Parameter(NamedTuple):
-    """A parameter as it was: its version, and that of its gradient, if it had one."""
+    """A parameter as it was: its version, and which gradient it had, if any, at which version."""
 
     reference: weakref.ref[Tensor]
     version: int
-    gradient_version: int | None
+    gradient: tuple[int, int] | None
 
     @property
     def is_untouched(self) -> bool:
@@ -74,12 +85,21 @@ class _Parameter(NamedTuple):
         parameter = self.reference()
         if parameter is None:
             return True
-        is_same_gradient = self.gradient_version in (None, _version_of(parameter.grad))
+        is_same_gradient = self.gradient in (None, _state_of(parameter.grad))
         return parameter._version == self.version and is_same_gradient
 
 
-def _version_of(gradient: Tensor | None) -> int | None:
-    return gradient._version if gradient is not None else None
+def _state_of(gradient: Tensor | None) -> tuple[int, int] | None:
+    return (gradient._cdata, gradient._version) if gradient is not None else None
+
+
+def _buffers_of(module: torch.nn.Module) -> list[_Buffer]:
+    found: dict[int, _Buffer] = {}
+    for part in module.modules():
+        for name, tensor in part._buffers.items():
+            if tensor is not None:
+                found.setdefault(id(tensor), _Buffer([], tensor)).places.append((part, name))
+    return list(found.values())
 
 
 def _rng_states() -> list[tuple[torch.Generator, Tensor]]:
@@ -103,9 +123,9 @@ def with_second_attempt(
     Raises:
         torch.OutOfMemoryError: It ran out of memory twice, or could not be put back.
     """
-    buffers = list(module.buffers()) if module is not None else []
-    is_small = sum(buffer.nbytes for buffer in buffers) <= _MAX_COPIED_BYTES
-    with copies.of(buffers if is_small else ()) as copied:
+    buffers = _buffers_of(module) if module is not None else []
+    is_small = sum(buffer.tensor.nbytes for buffer in buffers) <= _MAX_COPIED_BYTES
+    with copies.of([buffer.tensor for buffer in buffers] if is_small else ()) as copied:
         before = Attempt(module, zip(buffers, copied, strict=True) if is_small else None)
         del buffers, copied
         try:

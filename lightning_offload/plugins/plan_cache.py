@@ -389,8 +389,13 @@ class PlanCache:
         if not is_recorded:
             return
         self.entries.pop(self.key, None)
-        self.key, self._shape, self.entry.input_shapes = shape.signature, shape, shape.shapes
-        self.entries[self.key] = self.entry
+        self.key, self._shape = shape.signature, shape
+        known = self.entries.get(self.key)
+        if known is not None and known.graph is not None:  # and perhaps a plan, too
+            self.entry = known
+        else:
+            self.entry.input_shapes = shape.shapes
+            self.entries[self.key] = self.entry
 
     def learn_shape(self, *, has_deviated: bool, astray_bytes: int | None = None) -> None:
         """A step has ended: let others of its family be planned by it, if it was recorded or measured.

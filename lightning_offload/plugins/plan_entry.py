@@ -478,7 +478,10 @@ class PlanEntry:
         """
         before, plan, baseline = self.graph, self.plan, self.baseline
         baseline.is_known = before is not None
-        if before is None or (graph := baseline.with_extra(before, num_bytes)) is before:
+        if before is None:
+            return
+        graph = baseline.with_extra(before, num_bytes)
+        if graph is before and not baseline.is_lower:
             return
         counted_bytes = before.extra_bytes + baseline.headroom_bytes
         growth = num_bytes - before.extra_bytes
@@ -486,14 +489,15 @@ class PlanEntry:
         if self.program is not None and plan is not None and self.phase == "planned":
             more_bytes = num_bytes - counted_bytes
             is_much_less = budget_bytes is not None and -more_bytes > _MUCH_LESS * budget_bytes
-            if more_bytes <= 0 and not is_much_less:
+            is_to_be_given_back = baseline.gives_back(is_much_less=is_much_less)
+            if more_bytes <= 0 and not is_to_be_given_back:
                 baseline.headroom_bytes = -more_bytes
                 return
             fits = budget_bytes is None or plan.predicted_peak_bytes + more_bytes <= budget_bytes
             if more_bytes > 0 and (fits or self.is_slightly_over(plan.floor_bytes + more_bytes, budget_bytes)):
                 self.count_more(more_bytes)
                 return
-            baseline.headroom_bytes = max(0, growth)
+            baseline.headroom_bytes = max(0, growth) if more_bytes > 0 else 0
         self.replan("baseline")
 
     def note_drops(self, drops: Departures, budget_bytes: int | None) -> None:

@@ -199,6 +199,8 @@ class PlannedBaseline:
         gradients: Gradients of earlier steps.
         recorded_gradient_bytes: Those that the recorded step accumulated into: they are in its graph.
         headroom_bytes: What the plan in force leaves free because what is beside the step is growing.
+        patience: At how many counts in a row there must be much less than the plan in force has room for, for another
+            plan to be made: twice as many each time, or what comes and goes would have plans made for ever.
         is_known: Whether that was counted, since the last recording.
         state_bytes: The training's state as it was counted then, gradients aside; None where nobody listed it.
         dropping: What of it steps drop.
@@ -211,6 +213,7 @@ class PlannedBaseline:
     gradients: OldGradients = dataclasses.field(default_factory=OldGradients)
     recorded_gradient_bytes: int = 0
     headroom_bytes: int = 0
+    patience: int = 1
     is_known: bool = False
     state_bytes: int | None = None
     dropping: Dropping = dataclasses.field(default_factory=Dropping)
@@ -219,6 +222,24 @@ class PlannedBaseline:
     guessed: OldGradients = dataclasses.field(default_factory=OldGradients)
     may_guess: bool = True
     _guess: tuple[Departure, ...] = ()
+    _num_lower: int = 0
+
+    @property
+    def is_lower(self) -> bool:
+        """Whether there was much less at the last count."""
+        return self._num_lower > 0
+
+    def gives_back(self, *, is_much_less: bool) -> bool:
+        """What is beside a step was counted: whether what the plan in force leaves free for more is given back.
+
+        Args:
+            is_much_less: Whether there is much less now.
+        """
+        self._num_lower = self._num_lower + 1 if is_much_less else 0
+        if self._num_lower < self.patience:
+            return False
+        self._num_lower, self.patience = 0, 2 * self.patience
+        return True
 
     def note_gradients(self, gradients: Mapping[int, int]) -> None:
         """A step begins with gradients of earlier ones: bytes by identity."""

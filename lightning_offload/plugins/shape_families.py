@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten
 
 from lightning_offload.accelerators import KINDS
 from lightning_offload.errors import OffloadError
@@ -40,6 +39,7 @@ from lightning_offload.planning.family import FamilyPlanner
 from lightning_offload.planning.scaling_laws import Point
 from lightning_offload.planning.step_model import StepModel, structure_of
 from lightning_offload.plugins.hardware import Hardware
+from lightning_offload.plugins.inputs import flatten
 from lightning_offload.plugins.plain_steps import PlainNeed
 from lightning_offload.plugins.planned_baseline import Dropping, OldGradients
 from lightning_offload.plugins.sampling_schedule import HookElision
@@ -85,10 +85,10 @@ def shape_of(inputs: Any) -> StepShape:
     Args:
         inputs: Any pytree of tensors and other objects.
     """
-    return shape_of_leaves(*tree_flatten(inputs))
+    return shape_of_leaves(*flatten(inputs))
 
 
-def shape_of_leaves(leaves: Sequence[Any], spec: TreeSpec) -> StepShape:
+def shape_of_leaves(leaves: Sequence[Any], spec: object) -> StepShape:
     """The same of inputs that are flattened already.
 
     Args:

@@ -7,6 +7,7 @@ the scope was closed, until the next one begins. Whoever wants a step's figures 
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import weakref
 from collections.abc import Collection, Iterator, Sequence
@@ -15,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_flatten
 
 from lightning_offload.accelerators import is_capturing, kind_of, memory_of
 from lightning_offload.errors import BudgetInfeasibleError, PlanError, SpillError, UnsupportedError
@@ -29,6 +29,7 @@ from lightning_offload.plugins.forwards import Forwards
 from lightning_offload.plugins.hardware import Hardware, TierUse
 from lightning_offload.plugins.imported_plan import ImportedPlan
 from lightning_offload.plugins.infeasible import baseline_parts, shapes_of, with_reasons
+from lightning_offload.plugins.inputs import flatten
 from lightning_offload.plugins.misuse import Misuse
 from lightning_offload.plugins.out_of_memory import out_of_memory
 from lightning_offload.plugins.persistent import PersistentState
@@ -79,7 +80,7 @@ class Steps:
         peaks: What the device's allocator counts.
         tier_use: How much of the lower tiers was in use when the plugin was detached.
         executors: Those that still hold something.
-        optimizer_ran_inside: Whether an optimizer updated parameters in the last step that failed.
+        has_optimizer_run: Whether an optimizer updated parameters since somebody set this to False.
         nested_hooks: What the hooks of steps do not see.
         misuse: What was told of steps that the plugin does not serve.
         checkpointing: The regions that the program checkpoints itself.
@@ -98,7 +99,7 @@ class Steps:
         self.peaks = DevicePeaks()
         self.tier_use = TierUse()
         self.executors: weakref.WeakSet[StepExecutor] = weakref.WeakSet()
-        self.optimizer_ran_inside = False
+        self.has_optimizer_run = False
         self.nested_hooks = NestedHooks()
         self.misuse = Misuse()
         self.checkpointing = Checkpointing(is_replaced=settings.replace_checkpointing)
@@ -114,6 +115,7 @@ class Steps:
         self._is_repeating = False  # whether an optimizer called that more than once
         self._forwards = Forwards()
         self._guessed_bytes = 0  # of what the last look found beside a step
+        self._known_budget: tuple[int, int | None] | None = None  # of the hardware of an earlier use, and its version
         self._has_begun_backward = False  # of a step that runs as without the plugin
 
     @property
@@ -167,6 +169,7 @@ class Steps:
         if self.hardware is not None:
             self.tier_use = self.hardware.use()
             self.hardware.tiers.close()
+            self._known_budget = self.hardware.version, self.hardware.budget_bytes
             self.hardware = None
         self.is_attached = False
 
@@ -195,7 +198,7 @@ class Steps:
                 "the capture within memory.step(), or capture the whole step with LIGHTNING_OFFLOAD=0 or enabled=False"
             )
         if self._goes_on:
-            leaves, spec = tree_flatten(inputs)
+            leaves, spec = flatten(inputs)
             shape = shape_of_leaves(leaves, spec)
             self._forwards.go_on(shape)
             self._note_inputs(leaves, shape)
@@ -333,7 +336,7 @@ class Steps:
             with run.timed(), executing(run.executor, hooks=hooks), nested:
                 yield
         except BaseException as error:
-            self._run, self.optimizer_ran_inside = None, run.optimizer_ran_inside
+            self._run = None
             self._forwards.abandon()
             if run.recorder is not None:
                 run.recorder.close()
@@ -364,7 +367,7 @@ class Steps:
         hardware.tiers.settle()  # what is still on its way would be memory of this step, and is in no live scan
         if kind_of(hardware.device).has_cudnn and torch.backends.cudnn.benchmark:
             inputs = (*inputs, _TryingAlgorithms())
-        leaves, spec = tree_flatten(inputs)
+        leaves, spec = flatten(inputs)
         shape, peaks = self._forwards.begin(shape_of_leaves(leaves, spec)), self.peaks
         self._has_begun_backward = False
         may_be_plain = self.settings.policy == "auto" and not self.imported.is_available
@@ -440,7 +443,11 @@ class Steps:
                         self.imported.refuse(entry, str(error))
                     elif not isinstance(error, BudgetInfeasibleError):
                         raise
-                    elif not (entry.guesses_less() or self._finds_less(entry, error, coming)):
+                    elif not (
+                        entry.guesses_less()
+                        or self._finds_less(entry, error, coming)
+                        or self._collects_some(entry, coming)
+                    ):
                         entry, is_exact = self._instead(entry, error, coming, is_exact=is_exact), True
                         if entry.phase == "unplanned":
                             return entry
@@ -456,10 +463,20 @@ class Steps:
         """Whether a scan finds less beside a step than was guessed, where that may be why there is no plan for it."""
         if entry.graph is None or error.floor_bytes - self._guessed_bytes > error.budget_bytes:
             return False
-        before = entry.graph.extra_bytes
+        return self._counts_less(entry, coming)
+
+    def _collects_some(self, entry: PlanEntry, coming: _Coming) -> bool:
+        """Whether what is beside a step was garbage in part, where it would be refused for that."""
+        if entry.graph is None or entry.family is not None or entry.spans_sizes or not entry.graph.extra_bytes:
+            return False
+        gc.collect()
+        return self._counts_less(entry, coming)
+
+    def _counts_less(self, entry: PlanEntry, coming: _Coming) -> bool:
+        before = entry.graph.extra_bytes if entry.graph is not None else 0
         self.baseline.doubt()
         self._count_baseline(entry, coming)
-        return entry.graph.extra_bytes < before
+        return entry.graph is not None and entry.graph.extra_bytes < before
 
     def _instead(self, entry: PlanEntry, error: BudgetInfeasibleError, coming: _Coming, *, is_exact: bool) -> PlanEntry:
         """What the coming step is taken for where there is no plan for what it was taken for.
@@ -573,6 +590,8 @@ class Steps:
             self.device = supported(find_device(self.module, inputs))
         if self.hardware is None:
             self.hardware = Hardware(self.device, self.settings)
+            if self._known_budget is not None:
+                self.hardware.go_on_from(*self._known_budget)
         return self.hardware
 
     def finish(self) -> None:
@@ -598,7 +617,8 @@ class Steps:
             self.imported.note(run.entry, executor.deviation)
         superset = run.executor.superset
         astray_bytes = superset.ledger.astray_bytes if superset is not None else None
-        self.cache.learn_shape(has_deviated=run.executor.has_deviated, astray_bytes=astray_bytes)
+        has_deviated = run.executor.has_deviated and not run.is_other
+        self.cache.learn_shape(has_deviated=has_deviated, astray_bytes=astray_bytes)
 
     def finish_if_read(self) -> None:
         """Take over what the last step showed if its backward has begun; a forward alone may yet have one."""
@@ -631,7 +651,7 @@ class Steps:
         self.cache.forget(keep)
 
     def _before_optimizer_step(self, parameters: list[Tensor]) -> None:
-        run = self._run
+        run, self.has_optimizer_run = self._run, True
         self.misuse.note_optimizer(parameters, self.module)
         self.losses.note_update(parameters)
         if self._is_open and run is not None:

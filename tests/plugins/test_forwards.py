@@ -229,3 +229,22 @@ def test_sizes_of_later_forwards_are_foreseen() -> None:
     for n, m in ((4, 9), (5, 7)):
         _run(forwards, _shape(n, 3), _shape(n, m))
     assert forwards.begin(_shape(8, 3)).shapes == ((8, 3), (8, 9))
+
+
+def test_a_step_with_one_more_leaves_the_others_their_plan() -> None:
+    """Of those after it two are taken to have one more as well, and are recorded; then the plan is there as it was."""
+    torch.manual_seed(1)
+    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())])
+    memory = ModuleMemoryPlugin("64MiB", policy="all-swap")
+    memory.follow(model)
+    phases = []
+    for step in range(36):
+        loss = model(torch.randn(32, 64)).square().mean()
+        if step % 12 == 11:
+            loss = loss + model(torch.randn(32, 64)).sin().mean()
+        loss.backward()
+        model.zero_grad()
+        phases.append(memory.phase)
+    memory.detach()
+    for step in range(8, 36):
+        assert phases[step] == ("recording" if step % 12 in (0, 1) else "planned"), (step, phases)

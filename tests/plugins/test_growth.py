@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from typing import Any
 
@@ -163,3 +164,52 @@ def test_a_view_that_does_not_tell_ends_no_training() -> None:
     with attached(model, budget=middle_budget(model, batch)) as memory:
         assert train(memory, model) == expected
         assert memory.report().phase == "planned"
+
+
+def test_what_comes_and_goes_is_planned_for_a_few_times(subtests: pytest.Subtests) -> None:
+    """A copy of the weights in every other step: then plans leave room for it, and are made anew no more."""
+    model, batch = net(), rows()
+    budget = middle_budget(model, batch)
+    for every in (2, 3):
+        served = net()
+        with subtests.test(every=every), attached(served, budget=budget) as memory:
+            for step in range(40):
+                beside = torch.empty(512 * KIB, dtype=torch.uint8) if step % every else None
+                train_step(served, batch, memory)
+                del beside
+            assert memory.report().replans.get("baseline", 0) <= 4
+            assert memory.report().phase == "planned"
+
+
+def test_what_is_gone_for_good_is_given_back() -> None:
+    """Room that was left for it is used again in the end."""
+    model, batch = net(), rows()
+    budget = middle_budget(model, batch)
+    with attached(model, budget=budget) as memory:
+        left = []
+        for step in range(40):
+            beside = torch.empty(1024 * KIB, dtype=torch.uint8) if step < 12 and step % 2 else None
+            train_step(model, batch, memory)
+            del beside
+            report = memory.report()
+            left.append(report.swapped_bytes + report.recomputed_bytes)
+    assert left[-1] < max(left[8:12])
+
+
+def test_garbage_ends_no_training() -> None:
+    """Where the collector does not run, or not over what is old, what waits for it is collected before a refusal."""
+    model, batch = net(), rows()
+    budget = int(1.05 * floor_of_net())
+    gc.collect()
+    gc.disable()
+    try:
+        with attached(model, budget=budget) as memory:
+            for step in range(10):
+                if step > 5:
+                    cycle: list[Any] = [torch.empty(1 << 20, dtype=torch.uint8)]
+                    cycle.append(cycle)
+                    del cycle
+                train_step(model, batch, memory)
+            assert memory.report().phase == "planned"
+    finally:
+        gc.enable()

@@ -19,7 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from lightning_offload import MemoryPlugin
 from lightning_offload.errors import BudgetError, PlanError, UnsupportedError
 from lightning_offload.graph import MemoryPlan, StepGraph
-from lightning_offload.plugins import persistent
+from lightning_offload.plugins import hardware, persistent, steps
 from tests.plugins.training import MIB, attached, middle_budget, net, phases_of, report_of, rows, train_step
 
 
@@ -469,3 +469,27 @@ def test_forget() -> None:
         assert memory.step_kinds == frozenset()
         with memory.step(rows(64)), pytest.raises(UnsupportedError, match="within a step"):
             memory.forget()
+
+
+def test_attached_again_it_has_the_budget_of_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one of its own that is what is free: where another process has taken much, plans are made anew."""
+    model, batch, free = net(), rows(), [0]
+    for user in (hardware, steps):
+        monkeypatch.setattr(user, "budget_bytes_on", lambda *_: free[0])
+    free[0] = 64 * MIB
+    known = report_of(model, batch, policy="all-swap")
+    assert known.floor_bytes is not None
+    assert known.plain_peak_bytes is not None
+    memory = MemoryPlugin(module=model)
+    budgets = (known.plain_peak_bytes + MIB, known.plain_peak_bytes + MIB - 1024, known.floor_bytes + MIB)
+    expected = (budgets[0], budgets[0], budgets[2])
+    for budget, counts in zip(budgets, expected, strict=True):
+        free[0] = budget
+        with memory:
+            for _ in range(4):
+                train_step(model, batch, memory)
+            report = memory.report()
+        assert report.budget_bytes == counts
+        assert report.predicted_peak_bytes is not None
+        assert report.predicted_peak_bytes <= counts
+    assert report.replans.get("hardware", 0) <= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -298,3 +299,82 @@ def test_out_of_memory_at_the_floor_stays_an_error_of_memory() -> None:
         model.zero_grad()
         memory.run(lambda: model(batch).sum().backward(), batch)
         assert memory.report().phase == "planned"
+
+
+class _Centered(nn.Module):
+    """Assigns its buffer anew, as the loss of DINO does with its center."""
+
+    center: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.body = nn.Linear(32, 32)
+        self.register_buffer("center", torch.zeros(32))
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.body(x)
+        self.center = 0.9 * self.center + 0.1 * out.detach().mean(0)
+        if self.fails:
+            self.fails = False
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return out - self.center
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_buffer_that_is_assigned_anew_is_put_back(is_held: bool) -> None:
+    """Whether or not somebody else holds what it was: the step's second attempt begins from that."""
+    x, centers = torch.ones(8, 32), []
+    for fails_at in (None, 4):
+        model, held = _Centered(), []
+        with MemoryPlugin("64MiB", policy="all-swap", module=model) as memory:
+            for step in range(6):
+                held.append(model.center if is_held else None)
+                model.fails = step == fails_at
+                memory.run(lambda model=model: model(x).square().mean().backward(), x)  # type: ignore[misc]
+                model.zero_grad()
+        centers.append(model.center)
+        assert isinstance(model._buffers["center"], Tensor)
+    assert torch.equal(*centers)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_gradients_that_were_replaced_are_not_repeated() -> None:
+    """Autograd adds out of place where a graph is made of it: the gradient is another, at its first version."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 1), torch.ones(4, 8)
+
+    def step() -> None:
+        model(x).square().mean().backward(create_graph=True)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    with MemoryPlugin("64MiB", policy="all-swap", module=model) as memory:
+        with memory.step(x):
+            model(x).square().mean().backward()
+        with pytest.raises(torch.OutOfMemoryError, match="it had updated tensors already"):
+            memory.run(step, x)
+    model.weight.grad = model.bias.grad = None  # which refer to their graph
+
+
+@pytest.mark.parametrize("is_attached", [False, True])
+@pytest.mark.filterwarnings("ignore:memory.step.. has no effect, because the plugin was not attached")
+def test_a_plain_step_in_which_an_optimizer_ran_is_not_repeated(is_attached: bool) -> None:
+    """A fused one writes without a new version; before the plugin is attached nobody hears of any."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 1), torch.ones(4, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+    memory = MemoryPlugin(module=model)  # without a limit steps run plainly
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    with memory if is_attached else contextlib.nullcontext():
+        for _ in range(4 if is_attached else 0):
+            with memory.step(x):
+                model(x).square().mean().backward()
+            model.zero_grad()
+        with pytest.raises(torch.OutOfMemoryError, match="it had updated tensors already"):
+            memory.run(step, x)
