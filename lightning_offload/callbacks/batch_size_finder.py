@@ -119,10 +119,15 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         """Checks what can be checked, and watches for the optimizers to be made."""
         if stage != "fit" or self._is_skipped(trainer):
             return
+        self._session = None
         for cls in type(trainer.strategy).__mro__:
             if cls.__name__ in _UNSUPPORTED:
-                raise misconfiguration(trainer, f"EfficientBatchSizeFinder does not support {cls.__name__}: use DDP")
-        self._session = None
+                error = misconfiguration(trainer, f"EfficientBatchSizeFinder does not support {cls.__name__}: use DDP")
+                if self._options.on_failure == "raise" or self._early_exit:
+                    raise error
+                self.result = None
+                tell_kept(package_for(trainer), error)
+                return
         original = trainer.strategy.setup_optimizers
 
         def setup_optimizers(trainer: Trainer) -> None:

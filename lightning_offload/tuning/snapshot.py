@@ -131,7 +131,7 @@ class StateSnapshot:
             if (undo := undo_generator(root)) is not None:
                 self._undo.append(undo)
             else:
-                self._note_attributes(root, waiting, is_data=isinstance(root, Dataset))
+                self._note_attributes(root, waiting, is_data=_holds_data(root))
         while waiting:
             found, is_data = waiting.popleft()
             self._note(found, waiting, is_data=is_data or isinstance(found, Dataset))
@@ -227,6 +227,11 @@ class StateSnapshot:
                 value = getattr(found, name)
                 waiting.append((value, is_data))
                 self._undo.append(functools.partial(object.__setattr__, found, name, value))
+
+
+def _holds_data(root: object) -> bool:
+    """Whether large arrays and tensors below it are data, which no step changes."""
+    return isinstance(root, Dataset) or any(cls.__name__ == "LightningDataModule" for cls in type(root).__mro__)
 
 
 def _is_open(found: object) -> bool:

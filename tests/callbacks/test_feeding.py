@@ -153,3 +153,5 @@ def test_what_knows_no_length() -> None:
 
     assert num_samples([DataLoader(Stream())]) is None
     assert num_samples([DataLoader(range(7))]) == 7  # type: ignore[arg-type]
+    loaders: Any = [DataLoader(range(n)) for n in (7, 20)]  # type: ignore[arg-type]
+    assert (num_samples(loaders), num_samples(loaders, of_shortest=True)) == (20, 7)

@@ -5,16 +5,17 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from lightning_offload.callbacks.tuning.length import check_lengths, scaled_steps
-from lightning_offload.errors import TuningError
+from lightning_offload.callbacks.tuning.length import scaled_steps
 from tests.callbacks.conftest import MakeTrainer
 from tests.callbacks.test_errors import raised
-from tests.callbacks.training import NUM_FEATURES, NUM_SAMPLES, Clock, Net, finder_of, is_trial
+from tests.callbacks.training import NUM_FEATURES, NUM_SAMPLES, Clock, Net, finder_of, is_trial, samples
 
 
 def test_a_limit_in_steps_sees_as_many_samples(make_trainer: MakeTrainer) -> None:
@@ -121,40 +122,115 @@ class StaleFunction(Stale):
         return torch.optim.lr_scheduler.LambdaLR(optimizer, functools.partial(linear, num_training_steps=length))
 
 
+class StaleSteps(Stale):
+    def schedule(self, optimizer: Any, length: int) -> Any:
+        return torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[length // 3, 2 * length // 3])
+
+
+class StaleClosure(Stale):
+    def schedule(self, optimizer: Any, length: int) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / length))
+
+
+class StaleCycle(Stale):
+    def schedule(self, optimizer: Any, length: int) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, self.lr, total_steps=length)
+
+
+class StaleChain(Stale):
+    def schedule(self, optimizer: Any, length: int) -> Any:
+        schedules = torch.optim.lr_scheduler
+        parts = [schedules.ConstantLR(optimizer, total_iters=2), schedules.LinearLR(optimizer, 1.0, 0.1, length)]
+        return schedules.ChainedScheduler(parts, optimizer)
+
+
 @pytest.mark.parametrize(
-    ("kind", "name", "length"),
-    [(Stale, "T_max", 48), (StaleSequence, "T_max", 46), (StaleFunction, "num_training", 48)],
+    ("kind", "name"),
+    [
+        (Stale, "CosineAnnealingLR"),
+        (StaleSequence, "SequentialLR"),
+        (StaleFunction, "LambdaLR"),
+        (StaleSteps, "MultiStepLR"),
+        (StaleClosure, "LambdaLR"),
+        (StaleCycle, "OneCycleLR"),
+        (StaleChain, "ChainedScheduler"),
+    ],
 )
-def test_a_schedule_of_the_old_length_is_an_error(make_trainer: MakeTrainer, kind: Any, name: str, length: int) -> None:
+def test_a_schedule_of_the_old_length_is_an_error(make_trainer: MakeTrainer, kind: Any, name: str) -> None:
     """It would not end with the run; the message says where the length is to be read, and all is as it was."""
     clock = Clock()
     message = raised(make_trainer(callbacks=[finder_of(clock)]), kind(clock=clock))
-    assert name in message
-    assert f"is {length} steps, the length of the run with the configured batch size, and with the found one" in message
-    assert "estimated_stepping_batches in configure_optimizers()" in message
+    assert f"{name} is for the 48 steps of the run with the configured batch size, and with the found one" in message
+    assert "in configure_optimizers() from self.trainer.estimated_stepping_batches" in message
 
 
-@pytest.mark.filterwarnings("ignore:EfficientBatchSizeFinder leaves the learning rate alone")
-def test_a_resumed_run_ends_where_its_schedule_does(make_trainer: MakeTrainer, tmp_path: Any) -> None:
-    """Of 100 steps 96 are made before: four more of 4 samples are one of 16, and a schedule of 100 steps is right."""
+class WarmedUp(Stale):
+    def schedule(self, optimizer: Any, length: int) -> Any:
+        return torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=3)
 
-    class Known(Stale):
-        def setup(self, stage: str) -> None:
-            self.length = 100
 
-    trainer = make_trainer(max_steps=96, max_epochs=-1)
-    trainer.fit(Known())
-    trainer.save_checkpoint(tmp_path / "late.ckpt")
+class Sized(Stale):
+    def schedule(self, optimizer: Any, length: int) -> Any:
+        return super().schedule(optimizer, int(self.trainer.estimated_stepping_batches))
+
+
+@pytest.mark.parametrize("kind", [WarmedUp, Sized])
+def test_a_schedule_that_ends_with_the_run_or_does_not_end_is_none(make_trainer: MakeTrainer, kind: Any) -> None:
+    """One that has come to the rate of the run long before its end is right for a shorter run, too."""
     clock = Clock()
     finder = finder_of(clock)
-    again = make_trainer(callbacks=[finder], max_steps=100, max_epochs=-1)
-    again.fit(Known(clock=clock), ckpt_path=tmp_path / "late.ckpt")
+    make_trainer(callbacks=[finder]).fit(kind(clock=clock))
     assert finder.result.batch_size == 16
-    assert again.global_step == 97
-    lengths = [("CosineAnnealingLR.T_max", 1000.0)]
-    check_lengths(lengths, lengths, num_steps=1000.0, ratio=Fraction(2), done=900)
-    with pytest.raises(TuningError, match="with the found one it has 750"):
-        check_lengths(lengths, lengths, num_steps=1000.0, ratio=Fraction(2), done=500)
+
+
+@pytest.mark.parametrize("epochs", [None, 1])
+def test_validation_sees_as_many_samples(make_trainer: MakeTrainer, epochs: int | None) -> None:
+    """After 8 batches of 4 samples, and then after 2 of 16, of which a run has half as many as it had."""
+
+    class Validated(Net):
+        num_validations = 0
+
+        def val_dataloader(self) -> Any:
+            return DataLoader(samples(), 32)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.num_validations += batch_idx == 0
+
+    clock = Clock()
+    finder = finder_of(clock, max_val=12)
+    net = Validated(clock=clock)
+    settings = {"val_check_interval": 8, "check_val_every_n_epoch": epochs, "num_sanity_val_steps": 0}
+    trainer = make_trainer(callbacks=[finder], max_epochs=2, **settings)
+    trainer.fit(net)
+    assert finder.result.batch_size == 12
+    assert net.num_validations == 8
+    assert "val_check_interval is 2, which is as many samples as 8 batches were" in finder.result.note
+    assert trainer.val_check_interval == 8
+
+
+def test_a_limit_in_time_is_that_of_the_tuning_too(make_trainer: MakeTrainer) -> None:
+    """Of a run without an end but for that, trials take a share; one that is over in a minute is not tuned."""
+    for max_time, is_kept in ({"seconds": 40}, True), ({"hours": 10}, False):
+        clock = Clock()
+        finder = finder_of(clock, objective="keep_effective_batch", max_seconds=None)
+        settings: dict[str, Any] = {"max_epochs": -1, "max_steps": -1, "limit_train_batches": 16}
+        trainer = make_trainer(
+            callbacks=[finder, StopAfter(20)], max_time=max_time, accumulate_grad_batches=4, **settings
+        )
+        trainer.fit(Net(clock=clock, scheduler="epochs", seconds=lambda size: 0.1))
+        assert ("The configured 4 is kept: the run takes about" in finder.result.note) == is_kept
+        seconds = {"seconds": 40, "hours": 36000}[next(iter(max_time))]
+        assert clock.now - 20 * 4 * 0.1 < 0.1 * seconds
+
+
+class StopAfter(pl.Callback):
+    """Ends a training."""
+
+    def __init__(self, num_batches: int) -> None:
+        self.num_batches = num_batches
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        trainer.should_stop = trainer.global_step >= self.num_batches
 
 
 class Backed(Net):

@@ -142,3 +142,46 @@ def test_an_unknown_rule_is_an_error_at_once() -> None:
         TuningError, match="unknown learning rate rule 'cubic': choose one of 'auto', 'linear', 'sqrt', 'none'"
     ):
         finder_of(lr_scaling="cubic")
+
+
+def test_an_optimizer_with_rates_of_its_own(make_trainer: MakeTrainer) -> None:
+    """Adafactor has none in its groups: there is nothing to scale or to warm up, and the size is tuned all the same."""
+
+    class Adafactor(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            loss = closure()
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.add_(parameter.grad, alpha=-0.01)
+            return loss
+
+    class Own(Net):
+        def configure_optimizers(self) -> Any:
+            optimizer = Adafactor(self.parameters(), 0.1)
+            optimizer.param_groups[0]["lr"] = None
+            return optimizer
+
+    clock = Clock()
+    finder = finder_of(clock, lr_arg_name=None, lr_warmup_steps=None, lr_scaling="linear")
+    net = Own(clock=clock)
+    make_trainer(callbacks=[finder]).fit(net)
+    assert set(net.sizes) == {16}
+    assert (finder.result.lr, finder.result.lr_factor) == (None, 1.0)
+    assert "The learning rate stays: the optimizer has one of its own" in finder.result.note
+
+
+def test_a_rate_that_is_none_ends_no_fit(make_trainer: MakeTrainer) -> None:
+    """Something has made nonsense of it since the fit began: the run goes on as configured."""
+
+    class Nonsense(Net):
+        def configure_optimizers(self) -> Any:
+            self.lr: Any = 0.01
+            made = super().configure_optimizers()
+            self.lr = "high"
+            return made
+
+    finder = finder_of(Clock(), on_failure="keep")
+    net = Nonsense()
+    with pytest.warns(UserWarning, match="a learning rate is a number"):
+        make_trainer(callbacks=[finder], max_epochs=1).fit(net)
+    assert len(net.sizes) == 24

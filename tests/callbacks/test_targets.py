@@ -154,8 +154,8 @@ def test_a_name_that_is_there_twice_inside_of_hparams_is_ambiguous() -> None:
     net = Bare(None)
     net._hparams.update(train={"batch_size": 4}, val={"batch_size": 8})
     with pytest.raises(TuningError, match="dotted name"):
-        find_attribute("batch_size", net, None)
-    found = find_attribute("hparams.val.batch_size", net, None)
+        find_attribute("batch_size", net)
+    found = find_attribute("hparams.val.batch_size", net)
     assert found is not None
     assert found.get() == 8
 
@@ -166,7 +166,7 @@ def test_hparams_that_refer_to_their_parents() -> None:
     config.data.parent = config
     for net in (Bare(None), Net()):
         net._hparams["config"] = net._hparams_initial["config"] = config
-        found = find_attribute("batch_size", net, None)
+        found = find_attribute("batch_size", net)
         assert found is not None
         assert found.get() == 4
         assert any(place.holder is config.data for place in found.places) == isinstance(net, Bare)
@@ -227,3 +227,43 @@ def test_a_custom_batch_sampler_keeps_its_class(make_trainer: MakeTrainer) -> No
     assert set(net.sizes) == {16}
     assert type(trainer.train_dataloader.batch_sampler.sampler) is RandomSampler
     assert type(trainer.train_dataloader.batch_sampler) is Mine
+
+
+def test_another_value_of_the_same_name_stays(make_trainer: MakeTrainer) -> None:
+    """The data's size is that of the loaders; the model's hparams say something else, and go on saying it."""
+    clock = Clock()
+    finder = finder_of(clock)
+    data, net = Data(), Net(batch_size=7, clock=clock)
+    data._hparams.clear()  # Lightning refuses hparams that differ
+    data._hparams_initial.clear()
+    fitted(make_trainer(callbacks=[finder], max_epochs=1), net, datamodule=data)
+    assert set(net.sizes) == {16}
+    assert (finder.result.configured_batch_size, data.batch_size) == (4, 16)
+    assert (net.batch_size, net.hparams.batch_size, net._hparams_initial.batch_size) == (7, 7, 7)
+
+
+def test_another_rate_of_the_same_name_stays(make_trainer: MakeTrainer) -> None:
+    """A model that makes its rate of that in its hparams: those make it again from a checkpoint."""
+
+    class Derived(Net):
+        def __init__(self, lr: float = 0.01, **kwargs: Any) -> None:
+            super().__init__(lr=lr, **kwargs)
+            self.lr = 4 * lr
+
+    clock = Clock()
+    finder = finder_of(clock)
+    net = Derived(clock=clock)
+    state = fitted(make_trainer(callbacks=[finder], max_epochs=1), net)
+    assert finder.result.lr_factor == 2.0
+    assert (net.lr, net.hparams.lr) == (0.08, 0.01)
+    assert state["hparams"][0]["lr"] == 0.01
+
+
+def test_a_size_that_is_not_the_loaders_stays(make_trainer: MakeTrainer) -> None:
+    """Those passed to `fit()` have their own."""
+    clock = Clock()
+    finder = finder_of(clock)
+    net = Net(batch_size=7, clock=clock)
+    fitted(make_trainer(callbacks=[finder], max_epochs=1), net, DataLoader(samples(), 4))
+    assert set(net.sizes) == {16}
+    assert (net.batch_size, net.hparams.batch_size) == (7, 7)

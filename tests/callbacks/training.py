@@ -124,8 +124,9 @@ class Net(pl.LightningModule):
         elif self.scheduler == "cosine":
             made = schedule.CosineAnnealingLR(optimizer, T_max=self.trainer.estimated_stepping_batches)
         else:
-            made = schedule.StepLR(optimizer, step_size=2, gamma=0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": made, "interval": "step"}}
+            made = schedule.StepLR(optimizer, step_size=2, gamma=0.999)  # which hardly ends it elsewhere
+        interval = "epoch" if self.scheduler == "epochs" else "step"
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": made, "interval": interval}}
 
 
 def is_trial(module: Any) -> bool:

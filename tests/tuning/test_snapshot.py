@@ -10,6 +10,7 @@ import weakref
 from pathlib import Path
 from typing import Any, ClassVar
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -199,6 +200,24 @@ def test_large_tensors_of_a_data_set_are_not_copied() -> None:
     assert data.small.sum() == 0
     assert data.large.sum() == len(data.large)
     assert data.array.sum() == len(data.array)
+
+
+def test_large_tensors_of_a_datamodule_are_not_copied() -> None:
+    """It holds data as often as a data set does."""
+
+    class Data(pl.LightningDataModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.small = torch.zeros(2)
+            self.arrays = {"x": np.zeros(MAX_DATA_BYTES)}
+
+    data = Data()
+    snapshot = StateSnapshot([data])
+    data.small += 1
+    data.arrays["x"] += 1
+    snapshot.restore()
+    assert data.small.sum() == 0
+    assert data.arrays["x"].sum() == MAX_DATA_BYTES
 
 
 def test_large_arrays_of_a_model_are_put_back(tmp_path: Path) -> None:

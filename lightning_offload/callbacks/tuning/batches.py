@@ -30,10 +30,15 @@ def _is_combined(loaders: Any) -> bool:
     return type(loaders).__name__ == "CombinedLoader"
 
 
-def num_samples(loaders: list[DataLoader[Any]], batch_size: int = 1) -> int | None:
+def num_samples(loaders: list[DataLoader[Any]], batch_size: int = 1, *, of_shortest: bool = False) -> int | None:
     """Samples that a rank can draw in an epoch; None where a loader does not know its length.
 
     Of a data set that makes the batches itself an item has as many as a batch.
+
+    Args:
+        loaders: The loaders.
+        batch_size: Their size.
+        of_shortest: Whether to tell how many the shortest has, not the longest.
     """
     lengths = []
     for loader in loaders:
@@ -42,7 +47,7 @@ def num_samples(loaders: list[DataLoader[Any]], batch_size: int = 1) -> int | No
             lengths.append(len(source) * (batch_size if loader.batch_sampler is None else 1))
         except (TypeError, NotImplementedError):
             return None
-    return max(lengths) if lengths else None
+    return (min if of_shortest else max)(lengths) if lengths else None
 
 
 def resized(loader: DataLoader[Any], batch_size: int, package: str) -> DataLoader[Any]:

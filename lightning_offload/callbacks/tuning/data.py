@@ -213,7 +213,8 @@ class TrialData:
                     "there is no batch to train on: the train dataloader is empty, or limit_train_batches=0"
                 )
             self._loaders = loaders_in(loop._combined_loader)
-            self._num_samples = num_samples(self._loaders, self._targets.base_size)
+            is_short = getattr(loop._combined_loader, "_mode", "") == "min_size"  # an epoch ends with the shortest
+            self._num_samples = num_samples(self._loaders, self._targets.base_size, of_shortest=is_short)
             self._check()
             self._rows = _rows(feed)
             self.look: Look | None = None if feed is None else feed.look

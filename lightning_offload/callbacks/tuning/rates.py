@@ -33,14 +33,14 @@ class ScaledRate:
     """The learning rate for a size.
 
     Attributes:
-        lr: The rate itself.
+        lr: The rate itself; None where the optimizer has none.
         factor: By how much it is scaled.
         base_batch: The effective batch that the configured rate was for.
         note: What a reader should know.
         warnings: What a user is to be warned of where it is set.
     """
 
-    lr: float
+    lr: float | None
     factor: float
     base_batch: int
     note: str
@@ -74,12 +74,15 @@ def scaled_rate(fit: Fit, *, effective: int, configured: int, noise: NoiseScale 
     rate = targets.base_rate
     if rate is None:  # that of the first group, at the top of its schedule, stands for all
         group = trainer.optimizers[0].param_groups[0]
-        rate = float(group.get("max_lr", group.get("initial_lr", group["lr"])))
-    return ScaledRate(lr=rate * factor, factor=factor, base_batch=base, note=note, warnings=tuple(warnings))
+        rate = group.get("max_lr", group.get("initial_lr", group.get("lr")))
+    lr = None if rate is None else float(rate) * factor
+    return ScaledRate(lr=lr, factor=factor, base_batch=base, note=note, warnings=tuple(warnings))
 
 
 def _allowed_factor(trainer: Any, options: FinderOptions, wanted: float, *, is_measured: bool) -> tuple[float, str]:
     """By how much the rate may change where a rule wants it to by so much, and what to say of it."""
+    if any(group.get("lr") is None for optimizer in trainer.optimizers for group in optimizer.param_groups):
+        return 1.0, "The learning rate stays: the optimizer has one of its own" if wanted != 1 else ""
     is_warmed_up = options.lr_warmup_steps != 0
     if wanted > 1 and is_warmed_up and not all(map(has_step_hooks, trainer.optimizers)):
         return 1.0, (
@@ -100,8 +103,9 @@ def is_resumed(trainer: Any) -> bool:
 
 
 def base_rates(optimizers: Sequence[Any]) -> list[list[float]]:
-    """The rates of all groups, by optimizer, before any scheduler has changed them."""
-    return [[float(g.get("initial_lr", g["lr"])) for g in optimizer.param_groups] for optimizer in optimizers]
+    """The rates of all groups, by optimizer, before any scheduler has changed them; 0 for one that has none."""
+    rates = [[g.get("initial_lr", g.get("lr")) for g in optimizer.param_groups] for optimizer in optimizers]
+    return [[0.0 if rate is None else float(rate) for rate in each] for each in rates]
 
 
 def stragglers(optimizers: Sequence[Any], before: list[list[float]], factor: float) -> tuple[Place, ...]:

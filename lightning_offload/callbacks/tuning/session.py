@@ -22,9 +22,11 @@ from lightning_offload.callbacks.tuning.data import Bounds, Look, TrialData, end
 from lightning_offload.callbacks.tuning.length import (
     RunLength,
     StepLimits,
-    check_lengths,
+    check_schedules,
     run_batches,
-    schedule_lengths,
+    seconds_allowed,
+    step_schedules,
+    why_not_resumed,
 )
 from lightning_offload.callbacks.tuning.objective import GOODPUT, THROUGHPUT, Objective, objective_of
 from lightning_offload.callbacks.tuning.pilot import PilotPlan, pilot_plan, shortest_pilot, why_no_noise_scale
@@ -109,23 +111,21 @@ class Session:
         Raises:
             TuningError: There is nothing to tune, or no size fits, and that ends the fit.
         """
-        self._fit = dataclasses.replace(self._fit, targets=with_rate_of_now(self._targets))
-        before = base_rates(self._trainer.optimizers)
-        lengths = schedule_lengths(self._trainer.strategy.lr_scheduler_configs)
+        before: list[list[float]] = []
         try:
+            self._fit = dataclasses.replace(self._fit, targets=with_rate_of_now(self._targets))
+            before = base_rates(self._trainer.optimizers)
+            schedules = step_schedules(self._trainer)
             with self._agreement:
                 result = self._tuned()
             self._restore()
             self._targets.apply(self._trainer, result.batch_size, result.lr)
             told = self._limits.set(self._trainer, result)
             places = self._make_optimizers(before, result.lr_factor)
-            check_lengths(
-                lengths,
-                schedule_lengths(self._trainer.strategy.lr_scheduler_configs),
-                num_steps=self._length.total,
-                ratio=result.batch_ratio,
-                done=result.first_step,
-            )
+            check_schedules(
+                schedules, step_schedules(self._trainer), num_steps=self._length.total, ratio=result.batch_ratio,
+                num_epochs=self._trainer.max_epochs or 0,
+            )  # fmt: skip
         except BaseException as error:
             # what a user does next begins from a model that was not trained
             self._limits.put_back()
@@ -195,6 +195,9 @@ class Session:
 
     def _too_short(self) -> str:
         """Why nothing is tried in this run, by counts alone; empty where a tuning pays, or was asked for."""
+        configured = self._targets.base_size * self._objective.configured_accumulation
+        if why := why_not_resumed(self._trainer, keeps_batch=self._objective.samples_per_rank == configured):
+            return why
         if self._objective.name == GOODPUT:
             if why := why_no_noise_scale(self._trainer, self._module):
                 return f"the gradient noise scale is not known, since {why}; objective='throughput' does without"
@@ -225,7 +228,8 @@ class Session:
     @property
     def _is_share_limited(self) -> bool:
         """Whether a tuning may take a share of a run, whose length is known."""
-        return self._is_limited and math.isfinite(self._length.left) and self._objective.name != THROUGHPUT
+        is_known = math.isfinite(min(self._length.left, seconds_allowed(self._trainer)))
+        return self._is_limited and is_known and self._objective.name != THROUGHPUT
 
     # ---- the pilot
 
@@ -365,13 +369,13 @@ class Session:
 
     def _run_seconds(self, trials: Sequence[Trial]) -> float | None:
         """What is left of the configured run takes, by the trial of the size that is nearest to the configured one."""
-        base = self._targets.base_size
+        base, allowed = self._targets.base_size, seconds_allowed(self._trainer)
         ran = [each for each in trials if each.is_ok and each.samples_per_second]
         if not ran or not math.isfinite(self._length.left):
-            return None
+            return allowed if math.isfinite(allowed) else None
         nearest = min(ran, key=lambda trial: abs(math.log(trial.batch_size / base)))
         num_samples = self._length.left * self._effective(base)
-        return self._mean_length(base) * num_samples / (nearest.samples_per_second or 1.0)
+        return min(allowed, self._mean_length(base) * num_samples / (nearest.samples_per_second or 1.0))
 
     # ---- what is found
 

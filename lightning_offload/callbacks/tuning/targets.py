@@ -9,7 +9,9 @@ called. A learning rate that is nowhere is the optimizers': their groups are sca
 
 A name is looked for in the LightningModule, its `hparams`, the LightningDataModule and its `hparams`, and, where none
 of them has it, inside nested hparams. A dotted name ("hparams.data.batch_size") is followed step by step, through
-attributes and mappings. A value is set in every place that has it, and in the hparams that Lightning is about to log.
+attributes and mappings. A batch size is read from the data first, which make the loaders, a rate from the model. It is
+set in every place that has the same value, and in the hparams that Lightning is about to log; what has another value
+under that name is another value.
 
 A checkpoint's hyperparameters make a model again (`load_from_checkpoint`). A rate that was scaled belongs to the found
 batch size: where that is not among the same hyperparameters, the model would come with one and without the other, and
@@ -66,7 +68,7 @@ class Attribute:
 
     Attributes:
         name: As the user gave it.
-        places: Where it is, the hparams that Lightning logs included; the first one is read.
+        places: Where it is, the hparams that Lightning logs included.
     """
 
     name: str
@@ -93,13 +95,17 @@ class Attribute:
                 ) from error
 
 
-def find_attribute(name: str, module: Any, datamodule: Any | None) -> Attribute | None:
-    """Find a value by name; None where there is none.
+def find_attribute(name: str, *owners: Any) -> Attribute | None:
+    """Find a value by name, that of the first owner that has one; None where there is none.
+
+    Args:
+        name: Perhaps a dotted one.
+        owners: Where to look; None is nobody.
 
     Raises:
         TuningError: Nested hparams have several values of that name.
     """
-    owners = [owner for owner in (module, datamodule) if owner is not None]
+    owners = tuple(owner for owner in owners if owner is not None)
     hparams = [_hparams(owner) for owner in owners]
     roots = [root for owner, kept in zip(owners, hparams, strict=True) for root in (owner, kept)]
     places = _distinct(place for root in roots for place in _at(root, name))
@@ -109,7 +115,15 @@ def find_attribute(name: str, module: Any, datamodule: Any | None) -> Attribute 
     if not places:
         return None
     logged = [place for owner in owners for place in _places_in(vars(owner).get(_LOGGED), name)]
-    return Attribute(name=name, places=(*places, *logged))
+    value = places[0].get()
+    return Attribute(name=name, places=tuple(place for place in (*places, *logged) if _is_one(place.get(), value)))
+
+
+def _is_one(value: Any, other: Any) -> bool:
+    try:
+        return bool(value == other)
+    except Exception:  # of arrays
+        return False
 
 
 def _hparams(owner: Any) -> Any | None:
@@ -249,10 +263,12 @@ def find_targets(trainer: Any, module: Any, package: str, options: FinderOptions
     data, source = trainer.datamodule, trainer.fit_loop._data_source
     name = options.batch_arg_name
     owners = " and ".join(type(owner).__name__ for owner in (module, data) if owner is not None)
-    size = find_attribute(name, module, data) or _loader_keyword(name, module, data)
+    size = find_attribute(name, data, module) or _loader_keyword(name, module, data)
     loaders = None if source.is_module() else source.instance
     if loaders is not None:
         base_size = _size_of_loaders(loaders, package)
+        if size is not None and size.get() != base_size:
+            size = None  # of something else
     elif size is not None:
         base_size = _checked_size(name, size.get())
     else:
@@ -396,7 +412,7 @@ def rate_to_set(module: Any, targets: Targets, result: TuningResult) -> float | 
     """The rate for another fit of a model that was tuned; None where the user has set one since."""
     if targets.rate is None or targets.base_rate == result.lr:
         return result.lr
-    is_untouched = targets.base_rate == result.configured_lr and find_attribute(targets.rate.name, module, None) is None
+    is_untouched = targets.base_rate == result.configured_lr and find_attribute(targets.rate.name, module) is None
     return result.lr if is_untouched else None
 
 

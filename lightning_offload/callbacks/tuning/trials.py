@@ -360,7 +360,9 @@ class LightningHost:
             self._trainer, self._module, accumulation=self._accumulation(batch_size), clock=self._clock,
             took=meter.step_took, talked=talked,
         )  # fmt: skip
-        with self._data.fed(batch_size), self._unfrozen(), timer.timing():
+        if unfreezes_later(self._trainer):
+            self._unfreeze(self._trainer.optimizers[0])
+        with self._data.fed(batch_size), timer.timing():
             self._run(timer.accumulation, before_batch=timer.before_batch, after_batch=timer.after_batch)
 
     def _run(self, accumulation: int, **hooks: Callable[[], None]) -> None:
@@ -382,20 +384,8 @@ class LightningHost:
                 if loop._data_fetcher.done:  # Lightning begins another epoch of it only after the first
                     iter(loop._data_fetcher)
 
-    @contextlib.contextmanager
-    def _unfrozen(self) -> Iterator[None]:
-        """Inside, all parameters are trained where a callback is going to train those that are frozen now."""
-        groups = [(optimizer, list(optimizer.param_groups)) for optimizer in self._trainer.optimizers]
-        if unfreezes_later(self._trainer):
-            self._unfreeze(self._trainer.optimizers[0])
-        try:
-            yield
-        finally:
-            for optimizer, before in groups:
-                optimizer.param_groups[:] = before  # schedules know no others
-
     def _unfreeze(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have all parameters trained, by this optimizer where they have none; state and optimizer are put back."""
+        """Have all parameters trained, since a callback is going to, by this optimizer where they have none."""
         frozen = [each for each in self._module.parameters() if not each.requires_grad and each.is_floating_point()]
         for parameter in frozen:
             parameter.requires_grad_(True)
