@@ -125,7 +125,7 @@ def two_from_the_floor(
 
 
 @pytest.mark.skipif(not HAS_NUMBA, reason="numba is not installed")
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(30))
 @given(
     graph=odd_steps() | step_graphs(max_saves=8, max_ops=14, unit=1000), device=tiered_devices(unit=1000), seed=SEEDS
 )
