@@ -92,8 +92,11 @@ class ModuleMemoryPlugin(MemoryPlugin):
         modules = [followable(model) for model in models]
         if not self.enabled:
             return
-        self._steps.losses.attach(*modules)
-        self.attach(modules[0], device)
+        with ExitStack() as undo:
+            undo.callback(self._steps.losses.detach)
+            self._steps.losses.attach(*modules)
+            self.attach(modules[0], device)
+            undo.pop_all()
         for module in modules:
             self._followed[id(module)] = weakref.ref(module)
             enter = module.register_forward_pre_hook(_Enter(self), prepend=True, with_kwargs=True)

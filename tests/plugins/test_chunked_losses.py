@@ -182,6 +182,18 @@ def test_refused_before_training(case: str) -> None:
     assert type(model.head) is nn.Linear
 
 
+def test_a_model_that_cannot_be_followed_stays_as_it_was() -> None:
+    """Its heads were found before its device was refused."""
+    model = _Language()
+    memory = ModuleMemoryPlugin("1GiB", chunked_loss="head")
+    with pytest.raises(UnsupportedError, match="device 'xpu' is not supported"):
+        memory.follow(model, device="xpu")
+    assert type(model.head) is nn.Linear
+    memory.follow(model, device="cpu")
+    assert type(model.head) is not nn.Linear
+    memory.detach()
+
+
 def test_without_a_model() -> None:
     with pytest.raises(PolicyError, match=r"chunked_loss=True needs the model: give module="):
         MemoryPlugin("1GiB", chunked_loss=True, device="cpu").attach()
