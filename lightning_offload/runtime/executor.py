@@ -169,7 +169,7 @@ class StepExecutor:
         self._unread = weakref.ref(self._lease)
         self._device = device
         self._can_capture, self._is_capturing = kind_of(device).captures_graphs, capture_query(device)
-        self._lanes = tiers.lanes if device.type != "cpu" else None
+        self._lanes = tiers.lanes if tiers.lanes.compute_stream() is not None else None
         self._verifier = verifier
         self._has_begun_backward = self._has_read = False
         self._lock = self._new_lock()
