@@ -101,7 +101,7 @@ class Hardware:
 
     def __init__(self, device: torch.device, settings: Settings) -> None:
         self.device = device
-        self.version = 0
+        self.version = self._first_version = 0
         self.budget_bytes = budget_bytes_on(settings, device)
         self._settings = settings
         self._tier = settings.tier
@@ -117,17 +117,16 @@ class Hardware:
         self._wanted: dict[str, Mapping[Tier, int]] = {}
         self._demand: tuple[int, int] | None = None
 
-    def go_on_from(self, version: int, budget_bytes: int | None) -> None:
-        """Serve the plans that were made for an earlier use of this device.
+    def go_on_from(self, earlier: Hardware) -> None:
+        """Serve the plans that were made for an earlier use of this device, which may have changed since it began.
 
-        Args:
-            version: That of their hardware.
-            budget_bytes: Its budget: where none was given, and there is about as much now, it stays.
+        Where no budget was given, and there is about as much as there was, that stays.
         """
-        now = self.budget_bytes
-        if self._settings.budget is None and budget_bytes and now and now >= _MUCH_LESS * budget_bytes:
-            self.budget_bytes = budget_bytes
-        self.version = version + (self.budget_bytes != budget_bytes)
+        before, now = earlier.budget_bytes, self.budget_bytes
+        if self._settings.budget is None and before and now and now >= _MUCH_LESS * before:
+            self.budget_bytes = before
+        has_changed = earlier.version != earlier._first_version or self.budget_bytes != before
+        self.version = self._first_version = earlier.version + has_changed
 
     def read_budget_again(self, slack_bytes: int) -> None:
         """See how much memory there is once a step has run: kernels and libraries were loaded, memory is in pieces.

@@ -115,7 +115,7 @@ class Steps:
         self._is_repeating = False  # whether an optimizer called that more than once
         self._forwards = Forwards()
         self._guessed_bytes = 0  # of what the last look found beside a step
-        self._known_budget: tuple[int, int | None] | None = None  # of the hardware of an earlier use, and its version
+        self._earlier_hardware: Hardware | None = None  # of the last use, whose tiers are closed
         self._has_begun_backward = False  # of a step that runs as without the plugin
 
     @property
@@ -169,8 +169,7 @@ class Steps:
         if self.hardware is not None:
             self.tier_use = self.hardware.use()
             self.hardware.tiers.close()
-            self._known_budget = self.hardware.version, self.hardware.budget_bytes
-            self.hardware = None
+            self.hardware, self._earlier_hardware = None, self.hardware
         self.is_attached = False
 
     # ---- scopes
@@ -590,8 +589,8 @@ class Steps:
             self.device = supported(find_device(self.module, inputs))
         if self.hardware is None:
             self.hardware = Hardware(self.device, self.settings)
-            if self._known_budget is not None:
-                self.hardware.go_on_from(*self._known_budget)
+            if self._earlier_hardware is not None:
+                self.hardware.go_on_from(self._earlier_hardware)
         return self.hardware
 
     def finish(self) -> None:

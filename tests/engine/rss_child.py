@@ -1,4 +1,4 @@
-"""Trains a model with half a GiB of saved tensors, or 2, in a process of its own whose memory its parent watches.
+"""Trains a model with 1 GiB of saved tensors, or 2, in a process of its own whose memory its parent watches.
 
 Usage: ``python -m tests.engine.rss_child plain`` or ``... disk FOLDER``; writes JSON.
 """
@@ -18,7 +18,7 @@ from lightning_offload import MemoryPlugin
 from tests.shares import is_all
 
 WIDTH = 64
-ACTIVATION_MIB = 64 if is_all() else 16
+ACTIVATION_MIB = 64 if is_all() else 32
 ROWS = (ACTIVATION_MIB << 20) // (4 * WIDTH)
 DEPTH = 16
 NUM_PLAIN_STEPS = 2 if is_all() else 1
