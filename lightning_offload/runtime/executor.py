@@ -506,7 +506,8 @@ class StepExecutor:
         """Note who saves: Note [streams and memory]."""
         if self._lanes is not None and tensor.device == self._device:
             handle.stream = self._lanes.compute_stream()
-            self._lanes.note_use(tensor.untyped_storage())
+            with bypass_mode, past_own_mode():
+                self._lanes.note_use(tensor.untyped_storage())
 
     def _pack(self, tensor: Tensor, plain: bool, is_borrowed: bool) -> Handle:
         index = self._num_packs
