@@ -86,7 +86,6 @@ class Materializer:
 
     def start_out(self, value: LiveValue, storage: torch.UntypedStorage, block: Block) -> None:
         """Start copying a value to a block, which is the value's from then on: one that no copy fills is nobody's."""
-        self._tiers.lanes.note_use(storage)  # plainly it would have stayed until backward, whoever computes meanwhile
         value.copy = self._tiers.swap_out(storage, block)
         value.block = block
 
