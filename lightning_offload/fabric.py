@@ -94,8 +94,9 @@ class FabricOffloadMixin(_Base):
 
     @override
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Follow the model, then set it up as usual."""
-        self._memory.follow(module, device=self.root_device)
+        """Follow the model, unless that is done, then set it up as usual."""
+        if not self._memory.is_following(module):
+            self._memory.follow(module, device=self.root_device)
         if self.is_global_zero:
             self._memory.announce(type(self).__name__)
         return super().setup_module(module)
@@ -125,7 +126,8 @@ class SingleDeviceMixin(FabricOffloadMixin, _SingleBase):
         """Follow the model, and its ``training_step``: on one device Fabric does not lead that through forward."""
         ready = super().setup_module(module)
         method = getattr(module, "training_step", None)
-        if self._memory.is_following(module) and isinstance(method, MethodType):
+        is_done = isinstance(getattr(method, "__self__", None), _Stepping)
+        if self._memory.is_following(module) and isinstance(method, MethodType) and not is_done:
             stepping = _Stepping(self._memory, module, method.__func__)
             module.training_step = stepping.training_step  # type: ignore[assignment]
             self._memory.undo.callback(stepping.remove)

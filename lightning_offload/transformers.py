@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import os
 import warnings
+from numbers import Integral, Real
 from typing import Any
 
+import torch
 from torch import nn
 from typing_extensions import override
 
@@ -54,6 +56,16 @@ class OffloadCallback(TrainerCallback, ExportableState):
         self._module = module
         self._memory = ModuleMemoryPlugin(**self._arguments, module=module)
         self._is_new = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the plugin out, but for its plans: a copy has one of its own."""
+        return {**{name: value for name, value in vars(self).items() if name != "_memory"}, "plans": self.plans}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        plans = state.pop("plans")
+        vars(self).update(state)
+        self._memory = ModuleMemoryPlugin(**self._arguments, module=self._module)
+        self.plans = plans
 
     @property
     def memory(self) -> ModuleMemoryPlugin:
@@ -100,7 +112,8 @@ class OffloadCallback(TrainerCallback, ExportableState):
     @override
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of the callback, as JSON-able data."""
-        arguments = {name: _as_text(value) for name, value in self._arguments.items()}
+        given = {name: value for name, value in self._arguments.items() if not isinstance(value, MemoryPlan)}
+        arguments = {name: _as_json(value) for name, value in given.items()}  # a plan is among those of the plugin
         return {"args": arguments, "attributes": {"plans": self.plans}}
 
     @property
@@ -116,12 +129,14 @@ class OffloadCallback(TrainerCallback, ExportableState):
             warnings.warn(f"the checkpoint's memory plans are not used, new ones are made: {error}", stacklevel=2)
 
 
-def _as_text(value: Any) -> Any:
-    if isinstance(value, MemoryPlan):
-        raise UnsupportedError(
-            "a MemoryPlan cannot be saved in the Trainer's checkpoints: write it to a file with to_json() and give "
-            "OffloadCallback(plan=...) the path"
-        )
+def _as_json(value: Any) -> Any:
+    """A keyword as a checkpoint can hold it."""
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, torch.device):
+        return str(value)
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 

@@ -232,6 +232,28 @@ def resolve_budget(budget: int | str | float | None, *, device_bytes: int | None
     raise BudgetError(f"budget {budget!r} is of type {type(budget).__name__}; {_ALLOWED}")
 
 
+def resolve_host_budget(budget: int | str | float | None, name: str = "host_budget") -> int | None:
+    """Turn what a user wrote as a limit of host memory into bytes, of which there are no fractions.
+
+    Args:
+        budget: An int of bytes, a text such as ``"12GiB"``, or ``None`` for none given.
+        name: What the user calls it.
+
+    Returns:
+        The limit in bytes, or ``None`` for ``None``.
+
+    Raises:
+        BudgetError: If it cannot be read, is ambiguous or not positive, or is a fraction.
+    """
+    try:
+        return resolve_budget(budget, device_bytes=None)
+    except BudgetError:
+        raise BudgetError(
+            f"{name} {budget!r} is no size of host memory: give bytes, as an int of 1 MiB or more or as text such as "
+            '"12GiB" or "4096B"; without it most of what is free is used'
+        ) from None
+
+
 def _from_text(text: str, device_bytes: int | None) -> int:
     stripped = text.strip()
     if re.fullmatch(r"[+-]?[0-9]{1,40}", stripped):

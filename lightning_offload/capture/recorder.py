@@ -3,8 +3,9 @@
 The step runs under the offload-all fallback meanwhile (everything saved is swapped out at once), so that the lifetimes
 seen are those of the program's own references, and a step that would not fit can be recorded all the same. A
 storage's death is seen through a weak reference to its Python object, which torch keeps for as long as the
-storage lives; the same references count the live bytes. Works the same under FakeTensorMode, with modelled in
-place of measured times and no workspaces.
+storage lives; the same references count the live bytes. What no tier had room for the runtime holds: if it dies as
+autograd drops it, the program is taken to have dropped it after its last op before backward read it. Works the same
+under FakeTensorMode, with modelled in place of measured times and no workspaces.
 
 Note [lives of a storage]: one that the program resizes has several lives, each a storage of the graph: with a resize
 one ends and the next begins. Its memory is the program's to give and to take: what is saved on it is kept, and what was
@@ -43,7 +44,7 @@ from lightning_offload.capture.timing import HostClock, OpClock, clock_for
 from lightning_offload.capture.witness import Witness
 from lightning_offload.capture.workspace import OpMemory, Workspaces, tries_algorithms, workspaces_on
 from lightning_offload.graph.step_graph import MadeGradient, Op, Phase, Save, StepGraph, Storage, Value
-from lightning_offload.tensors import compiled_code, custom_ops
+from lightning_offload.tensors import compiled_code, custom_ops, modes
 from lightning_offload.tensors.custom_ops import Standing
 from lightning_offload.tensors.op_facts import (
     ALL_REDUCE,
@@ -155,6 +156,7 @@ class Recorder(LiveBytes):
         self._has_live_scan = there is not None
         self._unseen: set[int] = set()  # storages that no scan knows
         self._saves_on: dict[int, list[_Save]] = {}
+        self._held: set[int] = set()  # storages that the runtime holds
         self._kind = kind or kind_of(self._device)
         self.leaves: dict[int, weakref.ref[Tensor]] = {}
         self.num_unpacks = 0
@@ -217,7 +219,7 @@ class Recorder(LiveBytes):
             self.open_sizes.update(size for tensor in made for size in tensor.shape[:1] if isinstance(size, int))
         device = self._device
         is_replayable = facts.replayable if self._is_on_cpu else facts.may_replay(self._kind.type, args)
-        if is_replayable and compiled_code.is_in_use() and compiled_code.hides_writes():
+        if is_replayable and ((compiled_code.is_in_use() and compiled_code.hides_writes()) or modes.are_on()):
             is_replayable = False
         inputs: list[int] = []
         for tensor, read_storage in zip(read, read_from, strict=True):
@@ -295,6 +297,11 @@ class Recorder(LiveBytes):
         assert index == len(self._saves)
         self._saves.append(save)
         self.saved_forms.append(form_of(tensor, is_plain=is_plain))
+
+    @override
+    def on_stay(self, storage: torch.UntypedStorage) -> None:
+        if not self._closed and (found := self._find(storage)) is not None and found.index >= 0:
+            self._held.add(found.index)
 
     @override
     def on_overwrite(self, index: int) -> None:
@@ -542,6 +549,8 @@ class Recorder(LiveBytes):
         for storage in self._unseen:
             if lifetimes.death[storage] == _ALIVE:
                 lifetimes.birth[storage] = -1
+        for storage, last in self._last_ticks_of_held().items():
+            lifetimes.death[storage] = last + 1
         storages = tuple(
             Storage(num_bytes=num_bytes, birth=birth, death=end if death == _ALIVE or birth < 0 else min(death, end))
             for num_bytes, birth, death in zip(lifetimes.num_bytes, lifetimes.birth, lifetimes.death, strict=True)
@@ -573,6 +582,24 @@ class Recorder(LiveBytes):
                 for storage, tick in sorted(self._made_gradients.items(), key=lambda item: item[1])
             ),
         )
+
+    def _last_ticks_of_held(self) -> dict[int, int]:
+        """By storage that the runtime alone held at its end: when the program used it last, reading it back aside."""
+        last: dict[int, int] = {}
+        read_back: dict[int, int] = {}
+        for storage in self._held:
+            saves = self._saves_on.get(storage, [])
+            released = [save.release_tick for save in saves]
+            death = self._storages.death[storage]
+            if not saves or None in released or death == _ALIVE or death > max(filter(None, released), default=-1) + 1:
+                continue
+            last[storage] = max(save.pack_tick for save in saves)
+            read_back[storage] = min((tick for save in saves for tick in save.unpack_ticks), default=self._tick)
+        for row in self._ops if last else ():
+            for storage in {self._value_storage[value] for value in (*row.inputs, *row.outputs)} & last.keys():
+                if row.tick < read_back[storage]:
+                    last[storage] = max(last[storage], row.tick)
+        return last
 
 
 def _remove_all(hooks: list[RemovableHandle]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -56,23 +58,37 @@ def run(
         return _complain("the command line needs typer: pip install 'lightning-offload[cli]'", NOT_INSTALLED)
     command = typer.main.get_command(build())
     arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal may not know each letter
     try:
         code = command.main(arguments, prog_name=program, standalone_mode=False)
+        sys.stdout.flush()
     except BudgetInfeasibleError as error:
         return _complain(str(error), INFEASIBLE)
     except OffloadError as error:
         return _complain(str(error), BAD_INPUT)
     except (typer.Abort, KeyboardInterrupt):
         return _complain("aborted", ABORTED)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its end
+    except (BrokenPipeError, SystemExit):  # rich ends the program where nobody reads any more
+        _write_nowhere()
         return 0
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO, errno.EFBIG):
+            raise
+        _write_nowhere()
+        return _complain(f"the output cannot be written: {error.strerror}", BAD_INPUT)
     except Exception as error:
         # What Typer finds wrong is an exception of the click within it, or of the one beside older versions of it.
         if not hasattr(error, "format_message"):
             raise
         return _complain(error.format_message(), BAD_INPUT)
     return code if isinstance(code, int) else 0
+
+
+def _write_nowhere() -> None:
+    """Have the interpreter find nothing to complain of when it writes what is left at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(message: str, code: int) -> int:

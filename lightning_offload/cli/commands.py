@@ -95,10 +95,12 @@ def _plan(
 
     The loss is the model's own, if it returns one, else the sum of its outputs.
     """
+    from lightning_offload.cli.output import check_writable
     from lightning_offload.cli.plan import Outputs, plan_step
     from lightning_offload.graph.files import sibling_graph
 
     plan_path = Path(output) if output else None
+    check_writable("--output", plan_path)
     default = sibling_graph(plan_path) if plan_path is not None else None
     graph_path = default if graph is None else Path(graph) if graph else None
     plan_step(options, Outputs(plan=plan_path, graph=graph_path, report=report, trace=trace), as_json=as_json)

@@ -8,8 +8,9 @@ is predicted for a device that is named.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_offload.cli.options import PlanOptions
 from lightning_offload.cli.output import console, note, progress, say, write_json
@@ -41,6 +42,8 @@ from lightning_offload.report.tables import (
     two_columns,
 )
 
+_T = TypeVar("_T")
+
 
 def explain(
     path: Path,
@@ -66,18 +69,18 @@ def explain(
         PlanError: A file cannot be read, or is no plan or step, or the step is another one.
         OffloadError: An option is wrong.
     """
-    plan = MemoryPlan.from_json(_read(path, "plan"))
+    plan = _parsed(MemoryPlan.from_json, path, "plan")
     checked = check_options(options) if has_model else None
+    dtype = check_dtype(options.dtype)
+    named = find_device(options.device, dtype) if options.device is not None and checked is None else None
     graph = _graph_of(plan, path, graph_path, checked)
     finding: FloorFinding | None = None
     if graph is not None:
         plan.check(graph)
         if checked is not None:
             device: DeviceSpec | None = checked.device
-        elif options.device is not None:
-            device = find_device(options.device, check_dtype(options.dtype))
         else:
-            device = None
+            device = named
         finding = _finding(plan, graph, device, checked)
     if as_json:
         write_json(_payload(plan, graph, finding))
@@ -101,22 +104,24 @@ def _finding(
 
 def _graph_of(plan: MemoryPlan, path: Path, graph_path: Path | None, checked: Checked | None) -> StepGraph | None:
     if graph_path is not None:
-        return StepGraph.from_json(_read(graph_path, "graph"))
+        return _parsed(StepGraph.from_json, graph_path, "graph")
     if checked is not None:
         with progress(f"capturing a step of {checked.options.target}"):
             return checked.workload.capture(checked.options.batch_size, checked.device).graph
     if not sibling_graph(path).is_file():
         return None
-    graph = StepGraph.from_json(_read(sibling_graph(path), "graph"))
+    graph = _parsed(StepGraph.from_json, sibling_graph(path), "graph")
     if graph.digest() != plan.graph_digest:
         note(f"{sibling_graph(path)} is the step of another plan and is ignored")
         return None
     return graph
 
 
-def _read(path: Path, what: str) -> str:
+def _parsed(parse: Callable[[str], _T], path: Path, what: str) -> _T:
     try:
-        return read_file(path)
+        return parse(read_file(path))
+    except PlanError as error:
+        raise PlanError(f"{what} {str(path)!r}: {error}") from None
     except (OSError, ValueError) as error:
         raise PlanError(
             f"{what} {str(path)!r} cannot be read: {error}; name a file that `plan --output` wrote"

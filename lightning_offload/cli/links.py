@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_offload.cli.devices import host_memory_bytes
 from lightning_offload.cli.output import console, write_json
-from lightning_offload.errors import OffloadError, SpillError, UnsupportedError
+from lightning_offload.errors import OffloadError, UnsupportedError
 from lightning_offload.units import format_bytes, format_rate, parse_bytes
 
 if TYPE_CHECKING:
@@ -34,7 +33,9 @@ def bench_links(device: str | None, spill_dir: Path | None, size: str, *, as_jso
     """
     num_bytes = _checked_size(size)
     if spill_dir is not None:
-        _check_folder(spill_dir)
+        from lightning_offload.plugins.settings import check_spill_folder
+
+        check_spill_folder("--spill-dir", spill_dir)
     compute = _checked_device(device)
     from lightning_offload.plugins import devices
 
@@ -64,13 +65,6 @@ def _checked_size(size: str) -> int:
             f"transfers of {format_bytes(memory // _COPIES_AT_ONCE)}"
         )
     return num_bytes
-
-
-def _check_folder(folder: Path) -> None:
-    if not folder.is_dir():
-        raise SpillError(f"--spill-dir {str(folder)!r} is no folder: create it, or name one that exists")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise SpillError(f"--spill-dir {str(folder)!r} is not writable: change its permissions, or name another")
 
 
 def _checked_device(device: str | None) -> torch.device:

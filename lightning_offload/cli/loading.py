@@ -70,7 +70,7 @@ def _import(name: str, what: str) -> Any:
                 f"{what}: there is no module {missing!r} in {here!r} or among the installed packages; {_EXAMPLE}"
             ) from None
         raise UnsupportedError(f"{what}: importing {name!r} failed: {error}; install what it needs") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UnsupportedError(f"{what}: importing {name!r} failed: {describe(error)}") from error
 
 
@@ -96,5 +96,7 @@ def _no_attribute(owner: Any, part: str, text: str, what: str) -> str:
 
 def describe(error: BaseException) -> str:
     """An exception of somebody else's in one line: its type and the first line that says something."""
+    if isinstance(error, SystemExit):
+        return f'it ends the program by sys.exit({error.code!r}); guard what runs with `if __name__ == "__main__":`'
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -72,6 +72,14 @@ def check_writable(option: str, path: Path | None) -> None:
     Raises:
         UnsupportedError: Its folder does not exist, or it is a folder itself.
     """
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        what = "is a folder" if path.is_dir() else f"lies in {str(path.parent)!r}, which is no folder"
+    if path is None:
+        return
+    try:
+        is_folder, is_in_folder = path.is_dir(), path.absolute().parent.is_dir()
+    except OSError as error:  # of a folder on the way there, or of the name
+        raise UnsupportedError(
+            f"{option} {str(path)!r} cannot be written: {error.strerror}; name another file"
+        ) from None
+    if is_folder or not is_in_folder:
+        what = "is a folder" if is_folder else f"lies in {str(path.parent)!r}, which is no folder"
         raise UnsupportedError(f"{option} {str(path)!r} {what}: name a file in a folder that exists")

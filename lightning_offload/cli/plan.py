@@ -12,6 +12,7 @@ from lightning_offload import report
 from lightning_offload.cli.options import PlanOptions
 from lightning_offload.cli.output import check_writable, console, progress, say, write_file, write_json
 from lightning_offload.cli.setting import Checked, check_options, kept_storages
+from lightning_offload.errors import UnsupportedError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
@@ -49,12 +50,17 @@ class Outputs:
         """Check that each can be written, and a page made.
 
         Raises:
-            UnsupportedError: One cannot, or a page needs an extra that is not installed.
+            UnsupportedError: One cannot, two are one file, or a page needs an extra that is not installed.
             ReportFileError: A page or a trace has another extension than they have.
         """
         named = (("--output", self.plan), ("--graph", self.graph), ("--report", self.report), ("--trace", self.trace))
+        options: dict[Path, str] = {}
         for option, path in named:
             check_writable(option, path)
+            if path is not None and (other := options.setdefault(path.resolve(), option)) != option:
+                raise UnsupportedError(
+                    f"{other} and {option} would both be written to {str(path)!r}: name another file for one of them"
+                )
         if self.report is not None:
             check_path(self.report, (".html", ".htm"))
             plotly_script()

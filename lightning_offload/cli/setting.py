@@ -17,7 +17,7 @@ from lightning_offload.graph.files import read_file
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.planner import check_policy
 from lightning_offload.report.tables import budget_text
-from lightning_offload.units import format_bytes, resolve_budget
+from lightning_offload.units import format_bytes, resolve_budget, resolve_host_budget
 
 if TYPE_CHECKING:
     from lightning_offload.cli.workload import Workload
@@ -77,7 +77,7 @@ def check_options(options: PlanOptions) -> Checked:
     check_policy(options.policy)
     dtype = catalog.check_dtype(options.dtype)
     device = find_device(options.device, _computed_in(options.precision, dtype))
-    host_bytes = _budget("--host-budget", options.host_budget, None)
+    host_bytes = resolve_host_budget(options.host_budget, "--host-budget")
     device = dataclasses.replace(device, host_memory_bytes=host_bytes)
     budget = _budget("--budget", options.budget, device.memory_bytes)
     if budget is not None and device.memory_bytes is not None and budget > device.memory_bytes:

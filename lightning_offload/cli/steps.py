@@ -60,7 +60,7 @@ class Target:
             return faked(self.found, dtype).train()
         try:
             made = self.found()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UnsupportedError(
                 f"model {self.text!r} could not be made without memory: {describe(error)}"
             ) from error

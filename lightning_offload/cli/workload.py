@@ -117,7 +117,7 @@ class Workload:
                 return record_fake_step(build, device)
         except OffloadError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UnsupportedError(
                 f"a step of {self.target.text!r} on these inputs failed: {describe(error)}; check --input, or give "
                 "a function that makes the inputs"

@@ -21,6 +21,7 @@ from typing import Any, Final, TypeVar
 
 from lightning_offload.errors import PlanError
 
+_LIMIT = 1 << 63  # of whole numbers
 SCHEMA_VERSION = 1
 
 ADDED: Final[Mapping[str, bool]] = types.MappingProxyType({"added": True})
@@ -109,6 +110,8 @@ def _check(kind: Any, item: Any, where: str) -> Any:
         return item
     if kind is float and isinstance(item, int) and abs(item) < 1 << 53 and not isinstance(item, bool):
         return float(item)
+    if kind is int and type(item) is int and not -_LIMIT <= item < _LIMIT:
+        raise PlanError(f"{where}: {item!r:.60} is beyond 63 bits")
     if type(item) is not kind or (kind is float and not math.isfinite(item)):
         raise PlanError(f"{where}: expected {kind.__name__}, got {item!r:.60}")
     return item

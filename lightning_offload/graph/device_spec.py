@@ -136,6 +136,12 @@ class DeviceSpec:
         """
         if min(self.d2h_bytes_per_second, self.h2d_bytes_per_second) <= 0:
             raise PlanError(f"device_spec: bandwidths must be positive, got {self}")
+        rates = (self.flops_per_second, self.memory_bytes_per_second)
+        if not all(rate == 0 or rate >= 1 for rate in rates):
+            raise PlanError(
+                "device_spec: flops_per_second and memory_bytes_per_second must be at least 1, or 0 where they are not "
+                f"known, got {rates}"
+            )
         if self.memory_bytes is not None and self.memory_bytes <= 0:
             raise PlanError(f"device_spec: memory_bytes must be positive or null, got {self.memory_bytes}")
         if not 0 <= self.copy_interference <= 1 or self.overhead_seconds < 0:

@@ -5,9 +5,9 @@ swapping makes no sense: no choice has a smaller peak. Where host memory is shor
 be recomputed is swapped first, then what saves most, until the host is full; the rest is recomputed. A long chain of
 replays can take as much memory as was saved, so choices in which chains are broken are simulated too: with storages
 that must be at hand so that no chain takes more than a half, a quarter, ... of what is saved, swapped before others
-or else kept. The smallest peak counts.
+or else kept. From the one with the smallest peak single changes, and exchanges of what is swapped, lead further down.
 
-Shortfall: with a short host the floor is the best of these choices, not of all.
+Shortfall: with a short host the floor is where these changes end, not the lowest of all choices.
 """
 
 from __future__ import annotations
@@ -18,11 +18,18 @@ from collections.abc import Collection, Iterator
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import Action
 from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.planning.kernels import kernels_for
 from lightning_offload.planning.problem import Problem, anchors
-from lightning_offload.planning.simulator import ON_DEMAND, Timeline, simulate
+from lightning_offload.planning.simulator import ON_DEMAND, Simulator, Timeline, simulate
 from lightning_offload.planning.tiers import HostRoom
 
 _MAX_HALVINGS = 10  # of all bytes: parts between two anchors; below a thousandth nothing changes
+_SHARES = (1.0, 0.5, 0.25, 0.0)  # of the host that choices fill: with more to swap, changes may end higher
+_MAX_ROWS = 2_000_000  # that changes of a choice simulate: half a second's worth
+_MAX_PLAIN_ROWS = 200_000  # the same where the simulation is not compiled
+_MIN_TRIALS = 32
+_TRIALS_OF_EACH = 8  # of a storage, about
+_MOST_EXCHANGED = 4  # storages that make room on the host for another, one at a time
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +59,7 @@ def find_floor(problem: Problem, device: DeviceSpec, plain: Timeline) -> Floor:
     is_host_short = found[0].timeline.overflow_bytes > 0
     if is_host_short:
         assert device.host_memory_bytes is not None
-        found = [_tight(problem, device, actions) for actions in _choices(problem, device.host_memory_bytes)]
+        found = [_lowest_on(problem, device, int(share * device.host_memory_bytes)) for share in _SHARES]
     found.append(Floor({}, plain))
     best = min(found, key=lambda floor: floor.timeline.peak_bytes)
     return dataclasses.replace(best, is_host_short=is_host_short)
@@ -84,6 +91,57 @@ def swap_what_fits(problem: Problem, limit_bytes: int) -> dict[int, Action]:
 
 def _tight(problem: Problem, device: DeviceSpec, actions: dict[int, Action]) -> Floor:
     return Floor(actions, simulate(problem, actions, device, schedule=ON_DEMAND))
+
+
+def _lowest_on(problem: Problem, device: DeviceSpec, limit_bytes: int) -> Floor:
+    """The smallest peak that is found with so much of the host."""
+    part = dataclasses.replace(device, host_memory_bytes=limit_bytes)
+    found = [_tight(problem, part, actions) for actions in _choices(problem, limit_bytes)]
+    lowest = _lowered(problem, part, min(found, key=lambda floor: floor.timeline.peak_bytes))
+    return _tight(problem, device, lowest.actions)
+
+
+def _lowered(problem: Problem, device: DeviceSpec, floor: Floor) -> Floor:
+    """Where changes of a choice lead that each lower its peak: of one storage, or of two of which one is swapped."""
+    num_rows = problem.num_rows * _TRIALS_OF_EACH * len(problem.candidates)
+    kernels = kernels_for(min(num_rows, _MAX_ROWS), is_urgent=problem.is_urgent)
+    max_rows = _MAX_ROWS if kernels.is_compiled else _MAX_PLAIN_ROWS
+    num_left = max(_MIN_TRIALS, max_rows // max(1, problem.num_rows))
+    simulator = Simulator(problem, device, kernels=kernels)
+    lowest, actions = floor.timeline.peak_bytes, floor.actions
+    largest_first = sorted(problem.candidates.values(), key=lambda c: (-c.num_bytes, c.storage))
+    num_idle = 0  # storages of which no change lowered the peak, in a row
+    while num_left > 0 and num_idle < len(largest_first):
+        candidate = largest_first.pop(0)
+        largest_first.append(candidate)
+        num_idle += 1
+        for changed in _changes(problem, actions, candidate.storage):
+            num_left -= 1
+            outcome = simulator.run(problem.codes(changed), schedule=ON_DEMAND)
+            if not outcome.overflow_bytes and outcome.peak_bytes < lowest:
+                lowest, actions, num_idle = outcome.peak_bytes, changed, 0
+                break
+    return floor if actions is floor.actions else _tight(problem, device, actions)
+
+
+def _changes(problem: Problem, actions: dict[int, Action], storage: int) -> Iterator[dict[int, Action]]:
+    """The same choice with another action for one storage; what is swapped now may be swapped in place of another."""
+    rest: dict[int, Action] = {s: action for s, action in actions.items() if s != storage}
+    candidate = problem.candidates[storage]
+    if storage in actions:
+        yield rest
+    if candidate.can_recompute and actions.get(storage) != "recompute":
+        yield {**rest, storage: "recompute"}
+    if candidate.can_swap and actions.get(storage) != "swap":
+        with_it: dict[int, Action] = {**rest, storage: "swap"}
+        yield with_it
+        swapped = sorted(
+            (s for s, action in rest.items() if action == "swap"), key=lambda s: -problem.candidates[s].num_bytes
+        )
+        for other in swapped[:_MOST_EXCHANGED]:
+            if problem.candidates[other].can_recompute:
+                yield {**with_it, other: "recompute"}
+            yield {s: action for s, action in with_it.items() if s != other}
 
 
 def _choices(problem: Problem, limit_bytes: int) -> Iterator[dict[int, Action]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -29,29 +29,47 @@ from lightning_offload.runtime.sight import core_on
 from lightning_offload.runtime.spill import DiskPool
 from lightning_offload.runtime.tiers import Tiers, tiers_for
 
-_CGROUP = Path("/sys/fs/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
-def available_bytes(cgroup: Path = _CGROUP) -> int | None:
+def available_bytes(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> int | None:
     """Host memory that can be had without swapping, in bytes; None where the platform does not tell."""
     try:
         free = int(psutil.virtual_memory().available)
     except (OSError, RuntimeError):
         return None
-    limit = _container_bytes(cgroup)
-    return free if limit is None else min(free, limit)
+    limits = [_bytes_left(folder) for folder in _cgroup_folders(cgroups, own)]
+    return min([free, *(limit for limit in limits if limit is not None)])
 
 
-def _container_bytes(cgroup: Path) -> int | None:
-    """What a container's limit leaves, page cache aside; None without a limit (cgroup v2)."""
+def _cgroup_folders(cgroups: Path, own: Path) -> Iterator[Path]:
+    """Those that limit this process's memory: of a container, a job or a service, and all that it lies in."""
     try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        used = int((cgroup / "memory.current").read_text())
-        statistics = (cgroup / "memory.stat").read_text().split()
-        cached = int(statistics[statistics.index("inactive_file") + 1])
-        return None if limit == "max" else max(0, int(limit) - used + cached)
-    except (OSError, ValueError, IndexError):
-        return None
+        lines = own.read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in ["0::/", *lines]:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        root = cgroups if not controllers else cgroups / "memory"  # version 2, or 1
+        if not controllers or "memory" in controllers.split(","):
+            folder = root / path.strip("/")
+            yield from (folder, *(parent for parent in folder.parents if parent.is_relative_to(root)))
+
+
+def _bytes_left(cgroup: Path) -> int | None:
+    """What the limit of a control group leaves, page cache aside; None without one."""
+    for names in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        try:
+            limit = (cgroup / names[0]).read_text().strip()
+            used = int((cgroup / names[1]).read_text())
+            statistics = (cgroup / "memory.stat").read_text().split()
+            cached = int(statistics[statistics.index("inactive_file") + 1])
+            return None if limit == "max" else max(0, int(limit) - used + cached)
+        except (OSError, ValueError, IndexError):
+            continue
+    return None
 
 
 _log = logging.getLogger(__name__)

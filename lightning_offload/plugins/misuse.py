@@ -18,7 +18,9 @@ from torch import Tensor
 
 from lightning_offload.graph.step_graph import StepGraph
 
-Kind = Literal["not entered", "not attached", "within another", "within a transform", "no step", "keep"]
+Kind = Literal[
+    "not entered", "not attached", "within another", "within a transform", "within hooks of others", "no step", "keep"
+]
 _SHOWN = 6  # names in a message
 
 _MESSAGES: dict[Kind, str] = {
@@ -39,6 +41,12 @@ _MESSAGES: dict[Kind, str] = {
         "a forward within a transform of torch.func (grad, vmap, jvp) runs as without the plugin, so no memory budget "
         "is kept in it: transforms refuse saved-tensor hooks; take gradients by backward(), or put `with "
         "memory.step(batch):` around the transform for what else the step saves"
+    ),
+    "within hooks of others": (
+        "a step within saved-tensor hooks that are not the plugin's (a checkpoint around the whole model, "
+        "torch.autograd.graph.save_on_cpu, hooks that compress) or where hooks are disabled runs as without the "
+        "plugin, so no memory budget is kept in it: enter them within the step (`with memory.step(batch):` around "
+        "them), or leave them out"
     ),
     "no step": (
         "an optimizer stepped, but no step ran under the plugin that was attached, so no memory budget is kept: write "

@@ -18,7 +18,7 @@ from lightning_offload.graph.files import read_file, sibling_graph
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.planner import check_policy
-from lightning_offload.units import resolve_budget
+from lightning_offload.units import resolve_budget, resolve_host_budget
 
 Budget = int | float | str | None
 Tier = Literal["auto", "host", "disk"]
@@ -87,7 +87,7 @@ def check_settings(
     if any(not isinstance(pattern, str) for pattern in keep):
         raise PolicyError(f"keep={keep!r} is not understood: give patterns of module names, such as ['lm_head*']")
     if spill_dir is not None and tier != "host":
-        _check_folder(Path(spill_dir))
+        check_spill_folder("spill_dir", Path(spill_dir))
     if tier == "disk" and host_budget is not None:
         raise PolicyError(
             f"host_budget={host_budget!r} means nothing with tier='disk': leave it out, or use tier='auto'"
@@ -105,8 +105,8 @@ def check_settings(
         budget=_asked_for(budget, found),
         policy=check_policy(policy),
         tier=tier,  # type: ignore[arg-type]
-        spill_dir=Path(spill_dir) if spill_dir is not None else None,
-        host_budget_bytes=resolve_budget(host_budget, device_bytes=None),
+        spill_dir=Path(spill_dir).absolute() if spill_dir is not None else None,  # which is opened later
+        host_budget_bytes=resolve_host_budget(host_budget),
         plan=found,
         plan_step=step,
         plan_name=os.fspath(plan) if isinstance(plan, (str, os.PathLike)) else None,
@@ -130,11 +130,24 @@ def _check_type(name: str, item: object, allowed: tuple[type, ...], error: type[
         raise error(f"{name}={item!r} is {type_of(item)}: give one of {names}")
 
 
-def _check_folder(folder: Path) -> None:
-    if not folder.is_dir():
-        raise SpillError(f"spill_dir {str(folder)!r} is no folder: create it, or name one that exists")
+def check_spill_folder(name: str, folder: Path) -> None:
+    """Check that there is a folder that can be written to.
+
+    Args:
+        name: What the user calls it.
+        folder: The folder.
+
+    Raises:
+        SpillError: There is none.
+    """
+    try:
+        is_there = folder.is_dir()
+    except OSError as error:  # of a folder on the way there, or of the name
+        raise SpillError(f"{name} {str(folder)!r} cannot be used: {error.strerror}; name another") from None
+    if not is_there:
+        raise SpillError(f"{name} {str(folder)!r} is no folder: create it, or name one that exists")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise SpillError(f"spill_dir {str(folder)!r} is not writable: change its permissions, or name another")
+        raise SpillError(f"{name} {str(folder)!r} is not writable: change its permissions, or name another")
 
 
 def _check_budget(budget: Budget) -> None:
@@ -179,12 +192,16 @@ def _load_plan(
         raise PlanError(
             f"plan {str(plan)!r} cannot be read: {error}; name a plan.json written by this package"
         ) from None
-    found, path = MemoryPlan.from_json(text), sibling_graph(plan)
+    try:
+        found = MemoryPlan.from_json(text)
+    except PlanError as error:
+        raise PlanError(f"plan {str(plan)!r}: {error}") from None
+    path = sibling_graph(plan)
     if not path.is_file():
         return found, None
     try:
         step = StepGraph.from_json(read_file(path))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, PlanError) as error:
         raise PlanError(
             f"{str(path)!r}, the step of plan {str(plan)!r}, cannot be read: {error}; `lightning-offload plan "
             "--output` writes both"

@@ -41,7 +41,13 @@ from lightning_offload.plugins.settings import Settings, budget_bytes_on
 from lightning_offload.plugins.shape_families import StepShape, shape_of_leaves
 from lightning_offload.plugins.step import DevicePeaks, StepRun, start_run
 from lightning_offload.runtime.executor import StepExecutor
-from lightning_offload.runtime.hooks import executing, patch_data_escapes, watch_backward, within_transform
+from lightning_offload.runtime.hooks import (
+    executing,
+    patch_data_escapes,
+    watch_backward,
+    within_hooks_of_others,
+    within_transform,
+)
 from lightning_offload.tensors import compiled_code
 
 
@@ -186,7 +192,8 @@ class Steps:
             BudgetInfeasibleError: On entering, before anything ran: no plan can meet the budget.
             UnsupportedError: On entering: a CUDA graph is being captured.
         """
-        if not self.is_attached or _thread.num_open or not torch.is_grad_enabled() or within_transform():
+        is_idle = not self.is_attached or _thread.num_open or not torch.is_grad_enabled()
+        if is_idle or within_transform() or within_hooks_of_others():
             self._tell_why_idle()
             yield
             return
@@ -250,6 +257,8 @@ class Steps:
             self.misuse.tell("not attached", stacklevel=5)
         elif within_transform():
             self.misuse.tell("within a transform", stacklevel=5)
+        elif self.is_attached:
+            self.misuse.tell("within hooks of others", stacklevel=5)
 
     @contextlib.contextmanager
     def backward_scope(self) -> Iterator[None]:

@@ -543,7 +543,7 @@ class StepExecutor:
             value = None
         elif self.sees_ops:
             value = self._table.find(tensor.untyped_storage()) or self._unseen_value(place, handle, tensor)
-            if value is not None and value.is_stale:  # a backward in the midst of the step has written it, out of sight
+            if value is not None and value.holds_no_longer(tensor):  # a backward in the midst of the step, or a thread
                 value = None
         elif self._follower is None:
             handle.kept = tensor

@@ -389,6 +389,18 @@ def within_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def within_hooks_of_others() -> bool:
+    """Whether what this thread saves goes to hooks that were there before a step, or may go to none.
+
+    Hooks of a step would be inside of theirs and take it all. A checkpoint around a forward runs it again and counts
+    what is saved to tell what is what; others store it in a form of their own.
+    """
+    hooks = torch._C._autograd
+    if hooks._saved_tensors_hooks_get_disabled_error_message() is not None:
+        return True
+    return hooks._top_saved_tensors_default_hooks(True) is not None
+
+
 @contextlib.contextmanager
 def executing(executor: HookedExecutor, *, hooks: bool = True) -> Iterator[None]:
     """Run what is inside under an executor.

@@ -78,6 +78,8 @@ class Materializer:
         block = self._tiers.allocate(value.num_bytes, place)
         self._table.own(value, storage)
         if block is None:
+            if self._observer is not None:
+                self._observer.on_stay(storage)
             return False
         self.start_out(value, storage, block)
         if release_now:

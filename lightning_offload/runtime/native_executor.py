@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_offload.errors import ReplayError, UnsupportedError
@@ -33,6 +34,7 @@ from lightning_offload.runtime.program import Program
 from lightning_offload.runtime.sight import core_on
 from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.runtime.values import Handle, LiveValue, ValueTable, raise_modified
+from lightning_offload.tensors import modes
 from lightning_offload.tensors.op_facts import as_saved
 
 _MADE, _EXTERNAL = 1, 2  # flags of packs
@@ -302,6 +304,12 @@ class NativeExecutor(StepExecutor):
     @_upward
     def _environment_now(self) -> Environment:
         return self._tracker.environment()
+
+    def _take_modes_off(self) -> list[TorchDispatchMode]:
+        return modes.take_off()
+
+    def _put_modes_back(self, stack: list[TorchDispatchMode]) -> None:
+        modes.put_back(stack)
 
     @_upward
     def _modified(self, tensor: Tensor, size: tuple[int, ...], now: int, version: int) -> None:

@@ -27,6 +27,7 @@ from lightning_offload.runtime.hooks import DisableTorchFunction
 from lightning_offload.runtime.kernel_keys import call_unseen
 from lightning_offload.runtime.lanes import storage_bytes
 from lightning_offload.runtime.values import Blank, Call, LiveValue, Ref
+from lightning_offload.tensors import modes
 from lightning_offload.tensors.geometry import Geometry
 from lightning_offload.tensors.op_facts import OpFacts, effects, is_plain, tensors_in
 
@@ -215,6 +216,7 @@ class Replay:
             raise ReplayError("a saved tensor was to be recomputed but its producer was not recorded in this step")
         memory = _Memory(calls, value)
         before = current = calls[0].environment.now()
+        hidden = modes.take_off()
         try:
             with torch._C._DisableAutocast(), DisableTorchFunction():
                 for call in calls:
@@ -223,6 +225,7 @@ class Replay:
                         current = call.environment
                     self._run(call, memory)
         finally:
+            modes.put_back(hidden)
             if current is not before:
                 before.put(current)
         made = memory.get(value)

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_offload.runtime.environment import Environment, environment_on
 from lightning_offload.runtime.replay import Unrecordable, record_call
 from lightning_offload.runtime.values import Call, LiveValue, Ref, ValueTable, share_counter, version_alias_of
+from lightning_offload.tensors import modes
 from lightning_offload.tensors.geometry import Geometry
 from lightning_offload.tensors.op_facts import OpFacts, effects, is_at_hand, is_plain, sole_effect
 
@@ -130,6 +131,7 @@ class ValueTracker:
                 return f"{facts.name} made {num_bytes} bytes in place of {planned_bytes}"
             value = LiveValue(index, num_bytes)
             value.wrapper = weakref.ref(tensor)
+            value.is_fresh = position < num_fresh
             self._table.follow(value, storage)
             if call is not None and facts.remakes(position, num_fresh):
                 value.call = call
@@ -158,7 +160,7 @@ class ValueTracker:
     def record(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Record a call; None where it cannot be replayed from what it reads."""
         may_replay = facts.replayable if self._is_cpu else facts.may_replay(self._device.type, args)
-        if not may_replay or torch.is_inference_mode_enabled():
+        if not may_replay or torch.is_inference_mode_enabled() or modes.are_on():
             return None
         blank = facts.made_anew(args) if facts.writes else None
         if facts.writes and blank is None:
@@ -204,6 +206,8 @@ class ValueTracker:
             if owner is None:
                 raise Unrecordable
             value = self._external(storage)
+        if value.is_fresh and tensor._version:  # another thread has written it
+            raise Unrecordable
         if value.is_external:
             owner = _without_graph(tensor) if owner is None else owner
             if owner is not None:

@@ -49,6 +49,8 @@ class LiveValue:
         readers: Calls that read it, kept for values that only ``origin`` may provide.
         handles: Autograd's handles on it.
         is_external: Whether it existed before the step.
+        is_fresh: Whether an op made it on memory of its own: as long as it holds, all version counters there are at 0,
+            and one that is not tells of a write that another thread has made.
         is_ours: Whether the runtime itself allocated ``storage``, for a copy back or in a replay.
         is_handed_out: Whether autograd was given its memory to read, and so perhaps a program that may write it.
         guards: Tensors that share a version counter of its memory, each with the version at which that held the
@@ -57,8 +59,8 @@ class LiveValue:
     """
 
     __slots__ = (
-        "__weakref__", "block", "call", "copy", "guards", "handles", "index", "is_external", "is_handed_out", "is_ours",
-        "num_bytes", "origin", "original", "readers", "storage", "stream", "wrapper",
+        "__weakref__", "block", "call", "copy", "guards", "handles", "index", "is_external", "is_fresh",
+        "is_handed_out", "is_ours", "num_bytes", "origin", "original", "readers", "storage", "stream", "wrapper",
     )  # fmt: skip
 
     def __init__(self, index: int, num_bytes: int) -> None:
@@ -73,7 +75,7 @@ class LiveValue:
         self.original: Block | None = None
         self.readers: Sequence[weakref.ref[Call]] = ()
         self.handles: Sequence[weakref.ref[Handle]] = ()
-        self.is_external = False
+        self.is_external = self.is_fresh = False
         self.is_ours = False
         self.is_handed_out = False
         self.guards: tuple[tuple[Tensor, int], ...] = ()
@@ -103,6 +105,10 @@ class LiveValue:
         """Whether the memory it was made on was written since, out of our sight."""
         return bool(self.guards) and any(version_alias._version != version for version_alias, version in self.guards)
 
+    def holds_no_longer(self, tensor: Tensor) -> bool:
+        """Whether its memory was written since, out of our sight, by what a tensor on it tells as well."""
+        return self.is_stale or (self.is_fresh and not tensor.is_inference() and tensor._version != 0)
+
     def is_as_saved(self, handle: Handle) -> bool:
         """Whether nothing was written between the copy that a version was noted at and a save of the same storage.
 
@@ -121,7 +127,7 @@ class LiveValue:
         tensor = self.wrapper() if self.wrapper is not None else None
         handle = next((found for found in (handle() for handle in self.handles) if found is not None), None)
         if tensor is not None and not tensor.is_inference():  # which has no counter
-            self.guards = ((version_alias_of(tensor), tensor._version),)
+            self.guards = ((version_alias_of(tensor), 0 if self.is_fresh else tensor._version),)
         elif handle is not None:
             self.guards = ((handle.version_alias, handle.version),)
         elif self.block is not None or self.call is not None:

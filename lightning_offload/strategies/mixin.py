@@ -200,8 +200,21 @@ class OffloadMixin(_StrategyBase):
         self._memory.attach(module=self.lightning_module, device=self.root_device)
         self._load_restored_plans()
         graft(self.precision_plugin, self._memory)
+        self._tell_of_base_finder(trainer)
         self._summary = PlanSummary(self._package, self._memory, trainer)
         self._summary.announce()
+
+    def _tell_of_base_finder(self, trainer: Trainer) -> None:
+        """Lightning's own finder takes nothing for too large but what the device itself refuses."""
+        callbacks = import_from(self._package, "callbacks")
+        finders = (each for each in vars(trainer)["callbacks"] if isinstance(each, callbacks.BatchSizeFinder))
+        if self._memory.budget is not None and any(type(each).__name__ == "BatchSizeFinder" for each in finders):
+            rank_zero(
+                self._package,
+                "warn",
+                "BatchSizeFinder ends with the error of the first size that the budget does not hold: use "
+                "lightning_offload.EfficientBatchSizeFinder, or give it a max_val that the budget holds",
+            )
 
     @override
     def teardown(self) -> None:

@@ -34,6 +34,9 @@ class StepObserver:
     def on_pack(self, index: int, tensor: Tensor, is_plain: bool) -> None:
         """Autograd saved a tensor, the ``index``-th of the step."""
 
+    def on_stay(self, storage: torch.UntypedStorage) -> None:
+        """No tier had room for what was saved: the runtime holds it on the device."""
+
     def on_overwrite(self, index: int) -> None:
         """The storage of a saved tensor is about to be written although it is still saved."""
 

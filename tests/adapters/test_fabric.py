@@ -245,3 +245,27 @@ def test_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UnsupportedError, match="ddp_offload"):
         Fabric(accelerator="cpu", devices=1, strategy=OffloadStrategy("1GiB"))
+
+
+def _set_up_twice(strategy: Any = "auto") -> dict[str, Tensor]:
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    torch.manual_seed(1)
+    module, losses = Stepping(), list[Tensor]()
+    for rate in (0.1, 0.05):
+        model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), rate))
+        for x, y in rows():
+            losses += [nn.functional.cross_entropy(model(x), y), model.training_step(x, y)]
+            for loss in losses[-2:]:
+                fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    return state_of(model, optimizer, losses)
+
+
+def test_a_model_may_be_set_up_again() -> None:
+    """With another optimizer, as for a second phase: it is followed as it was."""
+    strategy = OffloadStrategy("1GiB", policy="all-recompute")
+    assert_same(_set_up_twice(strategy), _set_up_twice())
+    report = strategy.memory.report()
+    assert report.num_steps == 4 * NUM_STEPS
+    assert report.recomputed_bytes > 0

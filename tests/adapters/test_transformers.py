@@ -7,11 +7,13 @@ import gc
 import importlib
 import json
 import logging
+import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -143,7 +145,7 @@ def test_resume(tmp_path: Path, policy: str, restores_callbacks: bool) -> None:
     trainer = trainer_for(tmp_path / "resumed", callback, **settings)
     phases = _note_phases(trainer)
     trainer.train(resume_from_checkpoint=str(checkpoint))
-    in_force = next(c for c in trainer.callback_handler.callbacks if isinstance(c, OffloadCallback))
+    in_force = callback_of(trainer)
     assert (in_force is callback) != restores_callbacks  # then the Trainer makes another from the checkpoint
     assert in_force.memory.report().num_steps == 2
     assert "recording" not in phases
@@ -158,8 +160,7 @@ def _note_phases(trainer: Losses) -> list[str]:
 
     def training_step(*args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = original(*args, **kwargs)
-        callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, OffloadCallback))
-        noted.append(callback.memory.report().phase)
+        noted.append(callback_of(trainer).memory.report().phase)
         return loss
 
     trainer.training_step = training_step
@@ -326,8 +327,39 @@ def test_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_saved_arguments(tmp_path: Path) -> None:
-    """Paths are saved as text, and a plan in memory is refused: it has no place in the Trainer's state."""
-    callback = OffloadCallback(None, spill_dir=tmp_path, keep=["lm_head*"])
-    assert callback.state()["args"] == {"budget": None, "spill_dir": str(tmp_path), "keep": ["lm_head*"]}
+    """As JSON has them: paths as text, numbers of other libraries as Python's."""
+    given = {"spill_dir": tmp_path, "keep": ["lm_head*"], "device": torch.device("cpu")}
+    callback = OffloadCallback(np.int64(12 << 20), **given)
+    expected = {"budget": 12 << 20, "spill_dir": str(tmp_path), "keep": ["lm_head*"], "device": "cpu"}
+    assert callback.state()["args"] == expected
     again = OffloadCallback.from_state(json.loads(json.dumps(callback.state())))
     assert again.state() == callback.state()
+
+
+def test_copies(tmp_path: Path) -> None:
+    """A Trainer is copied with its callback, and each copy has a plugin of its own, with the plans made so far."""
+    trainer = trainer_for(tmp_path, OffloadCallback("1GiB", policy="all-recompute"))
+    trainer.train()
+    ours = callback_of(trainer)
+    for copied in (callback_of(copy.deepcopy(trainer)), pickle.loads(pickle.dumps(ours))):
+        assert copied.memory is not ours.memory
+        assert copied.plans == ours.plans
+        assert copied.state() == ours.state()
+
+
+def test_a_plan_in_memory_is_among_the_plans_of_a_checkpoint(tmp_path: Path) -> None:
+    """Not among the arguments, which are JSON."""
+    trainer = trainer_for(tmp_path, OffloadCallback("1GiB", policy="all-recompute"))
+    trainer.train()
+    plan = callback_of(trainer).memory.plan
+    assert plan is not None
+    given = OffloadCallback("1GiB", plan=plan)
+    again = trainer_for(tmp_path, given, save_strategy="steps", save_steps=4)
+    again.train()
+    saved = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())["stateful_callbacks"]
+    assert saved["OffloadCallback"]["args"] == {"budget": "1GiB"}
+    assert saved["OffloadCallback"]["attributes"]["plans"]["plans"]
+
+
+def callback_of(trainer: Trainer) -> OffloadCallback:
+    return next(each for each in trainer.callback_handler.callbacks if isinstance(each, OffloadCallback))

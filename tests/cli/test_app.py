@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -140,3 +143,37 @@ def test_asking_for_help_imports_no_torch() -> None:
         print("torch" in sys.modules)
     """)
     assert out.strip().endswith("False")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_that_does_not_know_each_letter(encoding: str) -> None:
+    """Help is printed all the same."""
+    environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
+    command = [sys.executable, "-m", "lightning_offload.cli", "plan", "--help"]
+    done = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert done.returncode == 0
+    assert b"--host-budget" in done.stdout
+    assert done.stderr == b""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no device that is always full")
+@pytest.mark.parametrize("options", [["--json"], []])
+def test_a_full_disk_behind_the_output(options: list[str]) -> None:
+    """One line says so."""
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "lightning_offload.cli", "devices", *options]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "lightning-offload: error: the output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("options", [["--json"], []])
+def test_a_reader_that_has_seen_enough(options: list[str]) -> None:
+    """That is no error."""
+    command = [sys.executable, "-m", "lightning_offload.cli", "devices", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        running.stdout.close()
+        assert running.stderr.read() == b""
+    assert running.returncode == 0

@@ -122,7 +122,9 @@ def test_explain_refuses(
     """One line says what is wrong."""
     for arguments, message in [
         (["none.json"], "plan 'none.json' cannot be read"),
-        (["bad.json"], "not a memory_plan file: invalid JSON"),
+        (["bad.json"], "plan 'bad.json': not a memory_plan file: invalid JSON"),
+        (["lone.json", "--device", "abacus"], "unknown device 'abacus'"),
+        (["lone.json", "--dtype", "int8"], "unknown dtype 'int8'"),
         (["plan.json", "--graph", "none.json"], "graph 'none.json' cannot be read"),
         (["plan.json", "--graph", "plan.json"], "not a step_graph file"),
         (["plan.json", "--input", "3"], "--input means nothing without --model"),
@@ -132,4 +134,5 @@ def test_explain_refuses(
     ]:
         with subtests.test(arguments=arguments):
             Path("bad.json").write_text("{")
+            Path("lone.json").write_text(Path("plan.json").read_text())
             assert message in refused(capsys, "explain", *arguments)

@@ -111,6 +111,7 @@ def test_bad_input(measuring: Measuring, capsys: pytest.CaptureFixture[str], sub
         (["--device", "cuda"], "--device 'cuda' is not there"),
         (["--spill-dir", "/no/such/folder"], "--spill-dir '/no/such/folder' is no folder"),
         (["--spill-dir", __file__], "is no folder"),
+        (["--spill-dir", 300 * "x"], "cannot be used: File name too long"),
         (["--sizes", "1MiB"], "No such option: --sizes"),
         (["cpu"], "unexpected extra argument"),
     ]:

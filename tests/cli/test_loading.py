@@ -63,6 +63,9 @@ def test_a_module_that_cannot_be_imported(folder: Path) -> None:
     (folder / "is_broken.py").write_text("1 / 0\n")
     with pytest.raises(UnsupportedError, match="importing 'is_broken' failed: ZeroDivisionError: division by zero"):
         load_attribute("is_broken:net", "model")
+    (folder / "is_a_script.py").write_text("raise SystemExit(0)\n")
+    with pytest.raises(UnsupportedError, match=r"importing 'is_a_script' failed: it ends the program by sys.exit\(0\)"):
+        load_attribute("is_a_script:net", "model")
 
 
 def test_required_arguments() -> None:

@@ -91,7 +91,7 @@ def trained(mesh: DeviceMesh, memory: MemoryPlugin | None, case: dict[str, Any])
         x, classes = torch.randn(ROWS, WIDTH), torch.randint(0, NUM_CLASSES, (ROWS,))
         with contextlib.ExitStack() as stack:
             if step == NUM_STEPS - 1:
-                tracker = LiveStorageTracker()
+                tracker = LiveStorageTracker(has_resizes=True)
                 tracker.register_all()
                 stack.enter_context(tracker)
                 window = stack.enter_context(tracker.window())

@@ -4,7 +4,8 @@
 and outputs of each op and follows every storage it sees by a weak reference: torch keeps a storage's Python
 object alive while the C++ storage lives, so the reference's callback fires exactly when the memory goes.
 Storages that no op has touched yet (parameters, optimizer state, a batch) are added by `register`, or all of
-them by `register_all`. Before a new peak is noted all sizes are read again, for storages that were resized since.
+them by `register_all`. A storage that was resized is noticed by the next op that reads it, or, where a program is known
+to resize some, before a new peak is noted.
 What a kernel allocates and frees within itself is not seen, and neither is memory that is not a tensor (host buffers
 of the runtime).
 """
@@ -40,19 +41,26 @@ class LiveStorageTracker(TorchDispatchMode):
 
     Args:
         device: The device whose storages count.
+        has_resizes: Whether the program resizes storages itself, so that sizes are read before each peak.
     """
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
+    def __init__(self, device: torch.device | str = "cpu", *, has_resizes: bool = False) -> None:
         super().__init__()
         self._device_type = torch.device(device).type
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._windows: list[Window] = []
+        self._has_resizes = has_resizes
         self.live_bytes = 0
 
     @classmethod
     def is_infra_mode(cls) -> bool:
         """Compiled code stays compiled under the tracker."""
         return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """A wrapper that keeps torch.compile out of `__torch_dispatch__` costs as much as the rest of it."""
+        return False
 
     @property
     def num_storages(self) -> int:
@@ -68,11 +76,14 @@ class LiveStorageTracker(TorchDispatchMode):
     ) -> Any:
         """Run the op, then count what it was given and what it made."""
         result = func(*args, **(kwargs or {}))
-        self._follow(args)
+        for value in args:
+            self._follow(value)
         if kwargs:
-            self._follow(tuple(kwargs.values()))
+            for value in kwargs.values():
+                self._follow(value)
         self._follow(result)
-        self._rise(func)
+        if self._windows:
+            self._rise(func)
         return result
 
     def register(self, *objects: Any) -> None:
@@ -105,18 +116,20 @@ class LiveStorageTracker(TorchDispatchMode):
             self._windows.remove(opened)
 
     def _rise(self, op: object) -> None:
-        if not self._windows or self.live_bytes <= min(window.peak_bytes for window in self._windows):
+        if all(self.live_bytes <= window.peak_bytes for window in self._windows):
             return
-        self._read_sizes_again()
+        if self._has_resizes:
+            self._read_sizes_again()
         for window in self._windows:
             if self.live_bytes > window.peak_bytes:
                 window.peak_bytes = self.live_bytes
                 window.peak_op = str(op)
 
     def _follow(self, value: Any) -> None:
-        if type(value) in _SCALARS:
+        kind = type(value)
+        if kind in _SCALARS:
             return
-        if isinstance(value, Tensor):
+        if kind in _PLAIN or isinstance(value, Tensor):
             self._follow_tensor(value)
         elif isinstance(value, (tuple, list)):
             for item in value:

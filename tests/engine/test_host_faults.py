@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_offload import MemoryPlugin
+from lightning_offload.capture.recorder import Recorder
 from lightning_offload.errors import BudgetInfeasibleError, SpillError
+from lightning_offload.graph import StepGraph
 from lightning_offload.plugins import hardware
 from lightning_offload.runtime import host_pool, tiers
 from lightning_offload.runtime.pinning import CudaPinning
@@ -179,3 +182,45 @@ def test_pinning_refused(policy: str, monkeypatch: pytest.MonkeyPatch, caplog: p
     assert measured[-1], "the plans in force are made for links without page locks"
     assert len(measured) <= 2
     assert all(pinning.num_asked <= 1 for pinning in made)
+
+
+def _tanh_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())])
+
+
+def _trained(memory: MemoryPlugin | None) -> list[Tensor]:
+    model, x = _tanh_net(), torch.randn(256, 64, generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with memory or contextlib.nullcontext():
+        for _ in range(6):
+            with memory.step(x) if memory is not None else contextlib.nullcontext():
+                model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def test_what_the_host_refuses_while_a_step_is_recorded_is_not_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same step is recorded as on a host that takes it all, so that what is recomputed meets the same budgets."""
+    expected, graphs = _trained(None), list[StepGraph]()
+    finish = Recorder.finish
+
+    def note(recorder: Recorder) -> StepGraph:
+        graphs.append(finish(recorder))
+        return graphs[-1]
+
+    monkeypatch.setattr(Recorder, "finish", note)
+    for host_budget in (None, "4096B", "70000B"):
+        memory = MemoryPlugin("1GiB", policy="all-recompute", tier="host", host_budget=host_budget, device="cpu")
+        assert all(torch.equal(a, b) for a, b in zip(expected, _trained(memory), strict=True))
+    lives = [{save.value: graph.storages[graph.values[save.value].storage] for save in graph.saves} for graph in graphs]
+    assert len(lives) == 3
+    assert lives[0] == lives[1] == lives[2]
+    report = memory.report()
+    assert report.plain_peak_bytes is not None
+    assert report.floor_bytes is not None
+    budget = f"{(report.floor_bytes + report.plain_peak_bytes) // 2}B"
+    within = MemoryPlugin(budget, tier="host", host_budget="4096B", device="cpu")
+    assert all(torch.equal(a, b) for a, b in zip(expected, _trained(within), strict=True))
+    assert within.report().recomputed_bytes > 0

@@ -72,3 +72,58 @@ def test_a_training_in_another_thread_is_no_part_of_the_step(
         assert (report.phase, report.num_deviations) == ("planned", 0)
     alone, disturbed = (report.planned.graph for report in reports if report.planned is not None)
     assert [op.name for op in alone.ops] == [op.name for op in disturbed.ops]
+
+
+def _written_after_it_was_read(x: Tensor, weight: Tensor, write: Any) -> Tensor:
+    a = (x @ weight).sin().detach()
+    b = a + x @ weight  # reads it and saves nothing of it
+    write(a)
+    return (b.tanh() * 2).sum()
+
+
+def _written_before_it_is_read(x: Tensor, weight: Tensor, write: Any) -> Tensor:
+    h = (x @ weight).tanh()
+    mask = h.detach().abs()
+    write(mask)
+    return (h * mask).square().sum()
+
+
+def _written_before_it_is_saved(x: Tensor, weight: Tensor, write: Any) -> Tensor:
+    h = (x @ weight) * 1
+    write(h)
+    return h.sin().sum()
+
+
+@pytest.mark.parametrize("engine", ["native", "python"])
+@pytest.mark.parametrize("policy", ["all-recompute", "all-swap"])
+@pytest.mark.parametrize("first", [0, 4])
+@pytest.mark.parametrize(
+    "forward", [_written_after_it_was_read, _written_before_it_is_read, _written_before_it_is_saved]
+)
+def test_what_another_thread_writes_is_seen_by_its_version(
+    forward: Any, first: int, policy: str, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the midst of forward, in place, from some step on: what was to be made again is not, or from what it was."""
+    if engine == "python":
+        monkeypatch.setenv("LIGHTNING_OFFLOAD_ENGINE", "python")
+    found: list[list[Tensor]] = []
+    for memory in (None, MemoryPlugin(policy=policy, device="cpu")):
+        torch.manual_seed(0)
+        weight, gradients = nn.Parameter(torch.randn(32, 32) * 0.1), list[Tensor]()
+        with memory or contextlib.nullcontext():
+            for step in range(NUM_STEPS + 2):
+                x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step))
+
+                def write(tensor: Tensor, step: int = step) -> None:
+                    if step >= first:
+                        other = threading.Thread(target=tensor.mul_, args=(0.5,))
+                        other.start()
+                        other.join()
+
+                with memory.step(x) if memory is not None else contextlib.nullcontext():
+                    forward(x, weight, write).backward()
+                assert weight.grad is not None
+                gradients.append(weight.grad.clone())
+                weight.grad = None
+        found.append(gradients)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

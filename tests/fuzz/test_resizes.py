@@ -203,7 +203,7 @@ def trained(seed: int, memory: MemoryPlugin | None, *, is_steady: bool) -> tuple
         with contextlib.ExitStack() as stack:
             if step == NUM_STEPS - 1:
                 gc.collect()
-                resize.counter = Counter()
+                resize.counter = Counter(has_resizes=True)
                 resize.counter.register_all()
                 stack.enter_context(resize.counter)
                 window = stack.enter_context(resize.counter.window())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.plugins.precision import FSDPPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -173,3 +176,18 @@ def test_subclass(make_trainer: MakeTrainer) -> None:
     trainer.fit(ConvNet(), images(2))
     assert type(trainer.strategy) is Mine
     assert not issubclass(OffloadStrategy, Mine)
+
+
+@pytest.mark.parametrize("budget", ["64MiB", None])
+def test_lightnings_own_finder_is_told_of(make_trainer: MakeTrainer, budget: str | None) -> None:
+    """It takes no size for too large that the budget does not hold; ours does."""
+    finders = [BatchSizeFinder(max_trials=1), lightning_offload.EfficientBatchSizeFinder(enabled=False)]
+    told = []
+    for finder in finders:
+        trainer = make_trainer(strategy=OffloadStrategy(budget), callbacks=[finder])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with contextlib.suppress(Exception):
+                trainer.fit(ConvNet(), images(5))
+        told.append(sum("BatchSizeFinder ends with the error" in str(each.message) for each in caught))
+    assert told == [int(budget is not None), 0]

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph import DeviceSpec, StepGraph
 from lightning_offload.graph.host_layout import plan_layout
+from lightning_offload.graph.memory_plan import Action
 from lightning_offload.planning.floor import peaks_without_plan, swap_everything, swap_what_fits
 from lightning_offload.planning.planner import POLICIES, plan
 from lightning_offload.planning.problem import Problem, anchors, replay_cost
 from lightning_offload.planning.request import PlanRequest
+from lightning_offload.planning.simulator import ON_DEMAND, simulate
 from tests.graph.building import DEVICE, GraphBuilder, chain, step_graphs, tiered_devices
 from tests.shares import examples, is_all
 
@@ -200,3 +202,19 @@ def test_peaks_without_a_plan() -> None:
     assert expected[0] < expected[1]
     assert peaks_without_plan(NET, DEVICE) == expected
     assert peaks_without_plan(NET, dataclasses.replace(DEVICE, host_memory_bytes=1)) == expected
+
+
+@given(step_graphs(max_saves=5, unit=PAGE), st.integers(0, 30))
+@settings(max_examples=examples(60))
+def test_no_change_of_one_storage_lowers_the_floor(graph: StepGraph, num_pages: int) -> None:
+    """Of a step whose host is short, whatever is done with one storage in place of what its floor does."""
+    problem, device = Problem(graph), on_host(num_pages * PAGE)
+    found = PlanRequest(problem, device, None).lowest
+    for storage, candidate in problem.candidates.items():
+        rest = {s: action for s, action in found.actions.items() if s != storage}
+        others: list[dict[int, Action]] = [rest]
+        others += [{**rest, storage: "swap"}] if candidate.can_swap else []
+        others += [{**rest, storage: "recompute"}] if candidate.can_recompute else []
+        for actions in others if found.is_host_short else ():
+            changed = simulate(problem, actions, device, schedule=ON_DEMAND)
+            assert changed.overflow_bytes or changed.peak_bytes >= found.timeline.peak_bytes

@@ -55,6 +55,22 @@ def test_machine_counts_where_the_container_does_not_tell(broken: str, text: str
     assert available_bytes(tmp_path / "missing") == FREE
 
 
+def test_limits_of_a_job(tmp_path: Path) -> None:
+    """A process's own control group counts, and those that it lies in: in version 2, and in version 1."""
+    own = tmp_path / "own"
+    for name, lines in {"job": "0::/slurm/job/step\n", "both": "1:cpu:/x\n7:memory,hugetlb:/slurm/job\n0::/\n"}.items():
+        own.write_text(lines)
+        root = tmp_path / name / ("memory" if name == "both" else "")
+        job = root / "slurm" / "job"
+        (job / "step").mkdir(parents=True)
+        container(job, "600", 200, 50)
+        if name == "both":
+            (job / "memory.max").rename(job / "memory.limit_in_bytes")
+            (job / "memory.current").rename(job / "memory.usage_in_bytes")
+        assert available_bytes(tmp_path / name, own) == 450
+        assert available_bytes(tmp_path / name, tmp_path / "missing") == FREE
+
+
 @pytest.mark.parametrize("error", [OSError, RuntimeError])
 def test_platform_that_does_not_tell(error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then nothing is known."""

@@ -29,7 +29,7 @@ def noting(name: str, log: list[tuple[str, str, tuple[Any, ...]]]) -> StepObserv
 def test_base_does_nothing() -> None:
     """Every hook of the base takes its arguments and does nothing."""
     assert call_all(StepObserver()) == EVENTS
-    assert len(EVENTS) == 11
+    assert len(EVENTS) == 12
 
 
 def test_no_observers_are_none() -> None:

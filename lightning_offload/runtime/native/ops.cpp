@@ -455,6 +455,9 @@ bool Step::refer(Call& call, int argument, int item, const at::Tensor& tensor) {
   }
   const StoragePtr storage = tensor.storage().getWeakStorageImpl().lock();
   const auto value = read_by(tensor, storage);
+  if (!value->is_external && value->holds_no_longer(tensor)) {
+    return false;  // another thread has written it
+  }
   if (value->is_external && !value->storage) {
     table.own(value, storage);  // a copy of statistics belongs to nobody else
   }
@@ -530,6 +533,7 @@ std::string Step::follow_results(
     }
     auto value = c10::make_intrusive<Value>(index, num_bytes);
     value->made_as = WeakTensor(made[position].getIntrusivePtr());
+    value->is_fresh = static_cast<size_t>(position) < num_fresh;
     if (call && (facts.running_stats.empty() || static_cast<size_t>(position) < num_fresh)) {
       value->call = call;
       call->results.emplace_back(static_cast<int>(position), WeakValue(value));

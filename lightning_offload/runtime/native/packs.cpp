@@ -122,8 +122,8 @@ Kept Step::pack(const at::Tensor& tensor, bool is_parameter, bool is_ordinary, c
     if (!value && place >= 0 && program->action(program->pack_storages[place]) != Program::KEEP) {
       value = by_ordinal(program->pack_storages[place], tensor, storage, *handle);  // made out of sight
     }
-    if (value && value->is_stale()) {
-      value.reset();  // a backward in the midst of the step has written it, out of sight
+    if (value && value->holds_no_longer(tensor)) {
+      value.reset();  // a backward in the midst of the step has written it, or another thread
     }
   } else {
     value = by_ordinal(place >= 0 ? program->pack_storages[place] : -1, tensor, storage, *handle);

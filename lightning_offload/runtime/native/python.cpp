@@ -1336,6 +1336,16 @@ bool Upward::is_capturing() const {
   return PyObject_IsTrue(told.get()) == 1;
 }
 
+PyRef Upward::take_modes_off() const {
+  WithGil gil;
+  return call("_take_modes_off", nullptr);
+}
+
+void Upward::put_modes_back(PyObject* taken) const {
+  WithGil gil;
+  call("_put_modes_back", checked(PyTuple_Pack(1, taken)));
+}
+
 void Upward::replay_failed(const std::string& op, const std::string& why, bool did_run) const {
   WithGil gil;
   call("_replay_failed", checked(Py_BuildValue("(ssO)", op.c_str(), why.c_str(), did_run ? Py_True : Py_False)));

@@ -289,6 +289,30 @@ class Environments {
   PyObject *before_, *there_;
 };
 
+// Takes a program's dispatch modes off: calls were recorded below them.
+class WithoutModes {
+ public:
+  explicit WithoutModes(const Upward& python) : python_(python) {
+    if (c10::impl::TorchDispatchModeTLS::stack_len() > 0) {
+      taken_ = python.take_modes_off();
+    }
+  }
+  ~WithoutModes() {
+    if (taken_) {
+      try {
+        python_.put_modes_back(taken_.get());
+      } catch (...) {  // what was raised first is what is told
+      }
+    }
+  }
+  WithoutModes(const WithoutModes&) = delete;
+  WithoutModes& operator=(const WithoutModes&) = delete;
+
+ private:
+  const Upward& python_;
+  PyRef taken_;
+};
+
 // Puts a generator at a state, and back where it was.
 class Drawing {
  public:
@@ -432,6 +456,7 @@ StoragePtr Step::make(const ValuePtr& value) {
   } cleared{order, *value, noted, number};
   ++num_replays_under_way;
   {
+    const WithoutModes recorded_below(python);
     std::optional<WithoutGil> others_go_on;  // a replay within another has let them already
     if (PyGILState_Check()) {
       others_go_on.emplace();

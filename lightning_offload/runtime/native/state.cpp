@@ -159,6 +159,11 @@ bool Value::is_stale() const {
   return false;
 }
 
+bool Value::holds_no_longer(const at::Tensor& tensor) const {
+  const auto& counter = tensor.unsafeGetTensorImpl()->version_counter();
+  return is_stale() || (is_fresh && counter.enabled() && counter.current_version() != 0);
+}
+
 bool Value::is_as_saved(const Handle& handle) const {
   // Parts of a storage may have counters of their own (`unsafe_chunk`, as cells of LSTMs and GRUs do), and may be
   // written after others were saved. One that is still at its first version was not.
@@ -197,7 +202,7 @@ void Value::keep_watch() {
   if (made_as) {
     const auto tensor = made_as->lock();
     if (tensor && tensor->version_counter().enabled()) {
-      guards.push_back({tensor->version_counter(), tensor->version_counter().current_version()});
+      guards.push_back({tensor->version_counter(), is_fresh ? 0 : tensor->version_counter().current_version()});
       return;
     }
   }

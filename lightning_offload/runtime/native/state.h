@@ -233,6 +233,7 @@ struct Value final : c10::intrusive_ptr_target {
   PyRef block, copy, py_stream;       // Python's own: a block of a lower tier, a copy under way, `stream`
   int64_t address = 0;                // of the block, where the core's lanes lead there
   bool is_external = false, is_ours = false, is_handed_out = false;
+  bool is_fresh = false;  // an op made it on memory of its own, whose version counters are at 0 while it holds
   PyObject* wrapper = nullptr;  // borrowed: Python's object for it, while there is one
 
   // Scratch of a replay, valid where `replay` is that replay's number.
@@ -248,6 +249,8 @@ struct Value final : c10::intrusive_ptr_target {
     return origin && origin->_unsafe_get_target() == impl;
   }
   bool is_stale() const;
+  // Whether its memory was written since, out of our sight, by what a tensor on it tells as well.
+  bool holds_no_longer(const at::Tensor& tensor) const;
   // Whether nothing was written between the copy that a version was noted at and a save of the same storage.
   bool is_as_saved(const Handle& handle) const;
   bool has_handle() const;

@@ -46,6 +46,8 @@ struct Upward {
   PyRef environment() const;                                     // the settings as they are
   void put_environment(PyObject* wanted, PyObject* there) const;
   bool is_capturing() const;
+  PyRef take_modes_off() const;  // a program's own, for what is made again
+  void put_modes_back(PyObject* taken) const;
   [[noreturn]] void replay_failed(const std::string& op, const std::string& why, bool did_run) const;
   PyRef call(const char* method, PyObject* arguments) const;  // steals the arguments, a tuple or null
 };
