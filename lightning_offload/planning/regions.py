@@ -35,8 +35,8 @@ class Region:
         """What to do about it, for a person."""
         where = f" of `{self.module}`" if self.module else ""
         return (
-            f"{round(100 * self.num_bytes / self.saved_bytes)}% of what is saved is read back at once{where}, as by one "
-            "compiled region or one checkpoint around all: compile its blocks and not the whole (`for block in "
+            f"{round(100 * self.num_bytes / self.saved_bytes)}% of what is saved is read back at once{where}, as by "
+            "one compiled region or one checkpoint around all: compile its blocks and not the whole (`for block in "
             "model.blocks: block.compile()`, use_regional_compilation in Accelerate), or checkpoint each block"
         )
 
