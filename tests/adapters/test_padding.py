@@ -23,7 +23,7 @@ from transformers import (
 from lightning_offload.transformers import OffloadCallback
 from tests.adapters.nets import assert_same, state_of
 from tests.engine.live_tracker import LiveStorageTracker
-from tests.shares import is_all
+from tests.shares import is_all, share
 
 NUM_STEPS = 300 if is_all() else 60
 NUM_LEARNING = 20
@@ -151,7 +151,7 @@ def alone() -> Iterator[None]:
     logging.set_verbosity(level)
 
 
-@pytest.mark.parametrize("name", list(JOBS))
+@pytest.mark.parametrize("name", share(list(JOBS), 2))
 def test_dynamic_padding(name: str, tmp_path: Path) -> None:
     """Nine steps of ten planned from the twentieth on; within the budget from the tenth on; to the bit as without."""
     plain = Trained(name, tmp_path)

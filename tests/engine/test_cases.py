@@ -46,7 +46,7 @@ DIFFERENT = {
     "resnet-basic", "gpt2-sdpa", "lstm", "inplace-residual", "views-of-one-storage", "own-generator", "conjugates",
     "custom-function", "tied-weights",
 }  # fmt: skip
-"""Different enough from one another to run under every third setting, and tracked under every third plan."""
+"""Different enough from one another to run under every sixth setting."""
 
 BUDGETED = [case for case in CASES if case.budgeted]
 TYPICAL = [BY_NAME[name] for name in ("resnet-basic", "gpt2-sdpa", "lstm", "views-of-one-storage")]
@@ -86,12 +86,12 @@ def _settings(number: int, case: Case) -> list[Setting]:
         tracked = [PLANS[number % len(PLANS)]]
     else:
         tracked = [PLANS[0]]  # too small for its peaks to tell
-    untracked = [PAIRWISE[7 * number % len(PAIRWISE)]]  # 7 and 18 have no common factor: by turns
+    # Every third case by turns: 7 and 18 have no common factor.
+    untracked = [PAIRWISE[7 * (number // 3) % len(PAIRWISE)]] if number % 3 == 0 else []
     if is_all():
         tracked, untracked = list(PLANS if case.budgeted else PLANS[::2][:2]), PAIRWISE
     elif case.name in DIFFERENT:
-        tracked = [plan for plan in PLANS[number % 3 :: 3] if case.budgeted or isinstance(plan, str)]
-        untracked = PAIRWISE[number % 3 :: 3]
+        untracked = PAIRWISE[number % 6 :: 6]
     # Every case leaves by copies and by replays once at least; what a budget's levels are read off swaps all.
     seen = {*tracked, *(setting.plan for setting in untracked)}
     if isinstance(tracked[0], float):

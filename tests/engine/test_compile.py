@@ -16,6 +16,7 @@ from lightning_offload import MemoryPlugin
 from lightning_offload.runtime.sight import engine_on
 from lightning_offload.tensors import compiled_code
 from tests.engine.harness import Wrap, assert_same, run
+from tests.shares import pairs
 from tests.zoo.case import Case
 from tests.zoo.models.sandwich import WIDTH, Sandwich, body_case
 
@@ -87,9 +88,10 @@ def _case(counts: Counts, backend: str) -> Case:
     return body_case("compiled", module=lambda: _Compiled(counts, backend), depth=2)
 
 
-@pytest.mark.parametrize("wrap", list(Wrap), ids=lambda wrap: wrap.value)
-@pytest.mark.parametrize("policy", ["all-swap", "all-recompute"])
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("wrap", "policy"), pairs(list(Wrap), ["all-swap", "all-recompute"], every=2), ids=lambda value: str(value)
+)
 def test_compiled_block_stays_compiled(backend: str, policy: str, wrap: Wrap) -> None:
     """As many graphs and runs as without the plugin, and the same bits."""
     plain, planned = Counts(), Counts()

@@ -38,7 +38,7 @@ MODELS = (
 
 FIXED: Mapping[str, Action] = {"keep-all": "keep", "swap-all": "swap", "recompute-all": "recompute"}
 RANDOM = ("random-1", "random-2", "random-3", "random-4")
-DRAWN = pairs(MODELS, (*FIXED, "mixed", *RANDOM), every=3)
+DRAWN = pairs(MODELS, (*FIXED, "mixed", *RANDOM), every=5)
 OVER = 0.01
 """Predictions may be a little high: memory is counted from tick to tick, and several things happen in one."""
 

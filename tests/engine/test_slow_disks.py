@@ -37,7 +37,7 @@ from tests.one_thread import one_thread as one_thread
 from tests.shares import is_all, pairs
 
 ENGINES = ("python", "native")
-SEEDS = range(24 if is_all() else 6)
+SEEDS = range(24 if is_all() else 4)
 STEPS = 14
 ROWS, WIDTH = 1024, 64
 ACTIVATIONS: tuple[Callable[[], nn.Module], ...] = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh)

@@ -407,7 +407,7 @@ def test_steps_of_as_many_nodes_that_save_more_get_their_hooks_back(happens: Cal
 STATIC = [case for case in CASES if case.static and not case.grows and case.budgeted]
 
 
-@pytest.mark.parametrize(("case", "policy"), pairs(STATIC[::3], ["all-swap", "auto"], every=2), ids=str)
+@pytest.mark.parametrize(("case", "policy"), pairs(STATIC[::6], ["all-swap", "auto"], every=2), ids=str)
 def test_peaks_are_those_with_a_mode(case: Case, policy: str) -> None:
     """A step that sees no ops takes no more memory at its peak than those before it, which did under the same plan."""
     spared = mock.patch.object(planner, "_mode_seconds", return_value=1e9)

@@ -217,7 +217,7 @@ def _budget(name: str, plain: Trained, height: float) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "height"), pairs([name for name in JOBS if is_all() or name not in REPEATED], [0.5, 0.2], every=2)
+    ("name", "height"), pairs([name for name in JOBS if is_all() or name not in REPEATED], [0.5, 0.2], every=3)
 )
 def test_steps_of_changing_structure_follow_a_plan(name: str, height: float) -> None:
     """Nine of ten from the twentieth on; within the budget from the tenth on; to the bit as without the plugin."""

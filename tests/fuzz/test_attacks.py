@@ -454,7 +454,7 @@ def _name(value: Any) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:this MemoryPlugin has no effect")
-@pytest.mark.parametrize(("step", "way"), pairs(ATTACKS, WAYS, every=2), ids=_name)
+@pytest.mark.parametrize(("step", "way"), pairs(ATTACKS, WAYS, every=3), ids=_name)
 def test_attack_changes_nothing(step: Step, way: tuple[str, Any]) -> None:
     """The program ends as in plain PyTorch; where it writes behind the step's back, it may be refused instead."""
     if step is _checkpointed_loss and core_on(torch.device("cpu")) is None:

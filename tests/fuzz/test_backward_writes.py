@@ -259,7 +259,7 @@ def _levels(program: Callable[[Net, Tensor], Tensor]) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("program", "height"),
-    [pytest.param(*pair, id=f"{_name(pair[0])}-{pair[1]}") for pair in pairs(PROGRAMS, HEIGHTS, every=2)],
+    [pytest.param(*pair, id=f"{_name(pair[0])}-{pair[1]}") for pair in pairs(PROGRAMS, HEIGHTS, every=3)],
 )
 def test_backward_that_writes_is_exact_within_budgets(program: Callable[[Net, Tensor], Tensor], height: float) -> None:
     """So it is under plans that keep some values, swap some and recompute some."""

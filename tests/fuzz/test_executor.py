@@ -31,7 +31,7 @@ from tests.runtime.executing import CPU, plan_of, under
 from tests.runtime.inline import inline_lanes
 from tests.shares import is_all
 
-NUM_CHUNKS = 10 if is_all() else 4
+NUM_CHUNKS = 10 if is_all() else 2
 SEEDS_PER_CHUNK = 15
 
 

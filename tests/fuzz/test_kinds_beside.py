@@ -123,7 +123,7 @@ def train(made: Loop, memory: MemoryPlugin | None) -> tuple[list[bytes], list[in
     return [p.detach().numpy().tobytes() for model in models for p in model.parameters()], peaks
 
 
-@pytest.mark.parametrize("seed", share(range(20), 2))
+@pytest.mark.parametrize("seed", share(range(20), 4))
 def test_budgets_are_kept(seed: int) -> None:
     """Plain training's own peak, and what everything swapped out needs."""
     made = loop(seed)

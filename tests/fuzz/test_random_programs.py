@@ -12,8 +12,8 @@ from lightning_offload.runtime.executor import StepExecutor
 from tests.fuzz.running import check
 from tests.shares import is_all
 
-NUM_CHUNKS = 10 if is_all() else 4
-NUM_QUIET_CHUNKS = 4 if is_all() else 3
+NUM_CHUNKS = 10 if is_all() else 2
+NUM_QUIET_CHUNKS = 4 if is_all() else 2
 SEEDS_PER_CHUNK = 10
 
 

@@ -20,6 +20,7 @@ from lightning_offload.planning.request import PlanRequest
 from lightning_offload.planning.step_model import StepModel
 from tests.graph.building import GraphBuilder
 from tests.planning.step_strategies import SEEDS, odd_step
+from tests.shares import pairs
 from tests.tuning.steps import A100, linear_family, recorded_family, untimed
 
 
@@ -56,8 +57,7 @@ def test_a_resized_problem_is_the_one_that_would_be_made(seed: int, n: int) -> N
         assert [c.num_bytes for c in resized.candidates.values()] == [c.num_bytes for c in made.candidates.values()]
 
 
-@pytest.mark.parametrize("height", [0.5, 0.2])
-@pytest.mark.parametrize("name", ["gpt2-sdpa", "vgg16-bn"])
+@pytest.mark.parametrize(("name", "height"), pairs(["gpt2-sdpa", "vgg16-bn"], [0.5, 0.2], every=2))
 def test_plans_of_any_size_fit_and_are_close_to_those_that_take_long(name: str, height: float) -> None:
     """At sizes between and beyond the recorded ones, once one was searched for thoroughly."""
     model = _model(name)

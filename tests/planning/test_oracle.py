@@ -117,7 +117,7 @@ def test_fractions_cost_less_than_wholes_and_those_less_than_plans(
             assert bound <= best * (1 + 1e-6)
 
 
-@settings(max_examples=examples(120))
+@settings(max_examples=examples(60))
 @given(
     graph=step_graphs() | step_graphs(max_saves=14, max_ops=24),
     device=st.sampled_from(DEVICES) | tiered_devices(),

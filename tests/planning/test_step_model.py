@@ -20,6 +20,7 @@ from tests.capture.recording import record
 from tests.graph.building import chain
 from tests.planning.step_strategies import SEEDS, odd_step
 from tests.plugins.training import Net
+from tests.shares import pairs
 from tests.tuning.steps import A100, linear_family, recorded_family, untimed
 
 SIZES = st.lists(st.integers(1, 32), min_size=2, max_size=4, unique=True)
@@ -55,8 +56,7 @@ def test_fractions_of_bytes_are_rounded_as_they_are_made(seed: int, n: int) -> N
 MODELS = ("resnet50", "gpt2-sdpa", "lstm", "vgg16-bn", "simclr")
 
 
-@pytest.mark.parametrize("sizes", [(2, 4), (2, 4, 8)], ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "sizes"), pairs(MODELS, [(2, 4), (2, 4, 8)], every=2), ids=str)
 def test_recorded_models_are_predicted_to_the_byte(name: str, sizes: tuple[int, ...]) -> None:
     """All of a step but its seconds equals a recording at that size: structure, bytes, lifetimes, digest."""
     family = recorded_family(name)
@@ -82,8 +82,7 @@ TOLERANCES = {
 }
 
 
-@pytest.mark.parametrize("device", ["a100", "h200"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "device"), pairs(MODELS, ["a100", "h200"], every=2))
 def test_seconds_of_recorded_models_are_close(name: str, device: str) -> None:
     """From sizes 2, 4 and 8 the modelled step at 3, 16 and 64 is exact but for bends of the roofline."""
     family = recorded_family(name, device)

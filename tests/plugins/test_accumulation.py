@@ -15,6 +15,7 @@ from lightning_offload import MemoryPlugin
 from tests.bare_heap import FEW_BYTES
 from tests.bare_heap import links_are_measured as links_are_measured
 from tests.engine.live_tracker import LiveStorageTracker
+from tests.shares import pairs
 
 NUM_STEPS = 12
 
@@ -69,8 +70,7 @@ def train(
 
 
 @pytest.mark.parametrize("asks", [True, False])
-@pytest.mark.parametrize("every", [1, 2, 4])
-@pytest.mark.parametrize("where", ["between", "within", "zeroed"])
+@pytest.mark.parametrize(("where", "every"), pairs(["between", "within", "zeroed"], [1, 2, 4], every=2))
 def test_budgets_are_kept(where: str, every: int, asks: bool) -> None:
     """Plain training's own peak, and the least; predicted is the most that a step of an update needs."""
     expected, plain_peaks, _ = train(where, every, None)

@@ -14,6 +14,7 @@ from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.plugins.forwards import Forwards, together
 from lightning_offload.plugins.module_steps import ModuleMemoryPlugin
 from lightning_offload.plugins.shape_families import StepShape, shape_of
+from tests import shares
 
 NUM_STEPS = 10
 
@@ -85,8 +86,9 @@ def _train(loop: Loop, memory: ModuleMemoryPlugin | None) -> tuple[list[bytes], 
     return [tensor.numpy().tobytes() for tensor in (*one.state_dict().values(), *other.state_dict().values())], phases
 
 
-@pytest.mark.parametrize("policy", ["auto", "all-swap", "all-recompute", "keep-all"])
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(
+    ("loop", "policy"), shares.pairs(LOOPS, ["auto", "all-swap", "all-recompute", "keep-all"], every=2)
+)
 def test_same_bits(loop: Loop, policy: str) -> None:
     """As without the plugin, whatever the plan."""
     expected, _ = _train(loop, None)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.engine.harness import Snapshot, assert_same, run
-from tests.shares import is_all
+from tests.shares import is_all, share
 from tests.zoo.case import Case
 from tests.zoo.cases import CASES
 from tests.zoo.models.plain_conv import AlexNet, vgg19
@@ -27,7 +27,7 @@ def test_parameter_counts(build: Callable[[], nn.Module], num_parameters: int) -
     assert sum(weight.numel() for weight in model.parameters()) == num_parameters
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", share(CASES, 3), ids=str)
 def test_cases_are_deterministic_and_finite(case: Case) -> None:
     """Two plain runs agree bit for bit, as those of the engine's tests show as well, and all values are finite."""
     first = run(case)

@@ -36,14 +36,14 @@ def _train(name: str, policy: str, budget_bytes: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "policy"), pairs(CASES, [name for name in PUBLISHED if name not in NEED_A_BUDGET], every=7)
+    ("name", "policy"), pairs(CASES, [name for name in PUBLISHED if name not in NEED_A_BUDGET], every=9)
 )
 def test_same_bits_under_each_policy(name: str, policy: str) -> None:
     """Losses, gradients, weights, buffers, optimizer and random state are those of plain PyTorch."""
     _train(name, policy, None)
 
 
-@pytest.mark.parametrize(("name", "policy"), pairs(CASES, PUBLISHED, every=5))
+@pytest.mark.parametrize(("name", "policy"), pairs(CASES, PUBLISHED, every=9))
 def test_same_bits_within_a_budget_or_a_floor_that_works(name: str, policy: str) -> None:
     """At half the height above the floor, or at the floor that the policy says it needs, the bits are the same."""
     budget = levels(name).budget(HEIGHT)
