@@ -365,7 +365,7 @@ class _Chunked(torch.autograd.Function):
         if how.autocast is not None:
             hidden, weight = hidden.to(how.autocast), weight.to(how.autocast)
             bias = bias.to(how.autocast) if bias is not None else None
-        total_dtype = torch.promote_types(hidden.dtype, torch.float32)
+        total_dtype = torch.promote_types(torch.promote_types(hidden.dtype, torch.float32), how.dtype)
         unit: Tensor | None = None
         if class_weight is not None:
             class_weight = class_weight.to(total_dtype)

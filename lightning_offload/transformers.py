@@ -114,6 +114,9 @@ class OffloadCallback(TrainerCallback, ExportableState):
         """What a checkpoint holds of the callback, as JSON-able data."""
         given = {name: value for name, value in self._arguments.items() if not isinstance(value, MemoryPlan)}
         arguments = {name: _as_json(value) for name, value in given.items()}  # a plan is among those of the plugin
+        plan = self._arguments.get("plan")
+        if isinstance(plan, MemoryPlan) and given["budget"] is None and plan.budget_bytes is not None:
+            arguments["budget"] = f"{plan.budget_bytes}B"  # which was that of the plan
         return {"args": arguments, "attributes": {"plans": self.plans}}
 
     @property

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_offload import MemoryPlugin, UnsupportedError, chunked_linear_cross_entropy
+from lightning_offload import MemoryPlugin, UnsupportedError, chunked_linear_cross_entropy, losses
 from tests.engine.live_tracker import LiveStorageTracker
 from tests.one_thread import one_thread as one_thread
 
@@ -200,6 +200,19 @@ def test_autocast(dtype: torch.dtype) -> None:
     wide = batch(dtype=torch.float64)
     with torch.autocast("cpu", dtype=dtype):
         assert_close(outcome(chunked(wide), wide), outcome(plain(wide), wide), 1e-14)
+
+
+def test_a_loss_in_double_precision_of_single() -> None:
+    """Logits that are cast before the loss are summed in what they are cast to."""
+    torch.manual_seed(0)
+    head, x, targets = nn.Linear(16, 600), torch.randn(64, 16), torch.randint(600, (64,))
+    expected = F.cross_entropy(head(x).double(), targets)
+    found = losses.loss_in_chunks(
+        x, head.weight, targets, bias=head.bias, class_weight=None, num_chunks=4, ignore_index=-100, reduction="mean",
+        label_smoothing=0.0, autocast=losses.Autocast.now(x), dtype=torch.float64, changes=[losses.Cast(torch.float64)],
+    )  # fmt: skip
+    assert found.dtype is torch.float64
+    assert abs(found.item() / expected.item() - 1) < 1e-14
 
 
 def test_a_scaled_loss_in_half_precision() -> None:

@@ -44,7 +44,7 @@ from lightning_offload.capture.timing import HostClock, OpClock, clock_for
 from lightning_offload.capture.witness import Witness
 from lightning_offload.capture.workspace import OpMemory, Workspaces, tries_algorithms, workspaces_on
 from lightning_offload.graph.step_graph import MadeGradient, Op, Phase, Save, StepGraph, Storage, Value
-from lightning_offload.tensors import compiled_code, custom_ops, modes
+from lightning_offload.tensors import compiled_code, custom_ops
 from lightning_offload.tensors.custom_ops import Standing
 from lightning_offload.tensors.op_facts import (
     ALL_REDUCE,
@@ -219,7 +219,7 @@ class Recorder(LiveBytes):
             self.open_sizes.update(size for tensor in made for size in tensor.shape[:1] if isinstance(size, int))
         device = self._device
         is_replayable = facts.replayable if self._is_on_cpu else facts.may_replay(self._kind.type, args)
-        if is_replayable and ((compiled_code.is_in_use() and compiled_code.hides_writes()) or modes.are_on()):
+        if is_replayable and compiled_code.is_in_use() and compiled_code.hides_writes():
             is_replayable = False
         inputs: list[int] = []
         for tensor, read_storage in zip(read, read_from, strict=True):

@@ -19,15 +19,15 @@ from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import Action
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.kernels import kernels_for
+from lightning_offload.planning.kernels.releases import NO_LIMIT
 from lightning_offload.planning.problem import Problem, anchors
 from lightning_offload.planning.simulator import ON_DEMAND, Simulator, Timeline, simulate
 from lightning_offload.planning.tiers import HostRoom
 
 _MAX_HALVINGS = 10  # of all bytes: parts between two anchors; below a thousandth nothing changes
 _SHARES = (1.0, 0.5, 0.25, 0.0)  # of the host that choices fill: with more to swap, changes may end higher
-_MAX_ROWS = 2_000_000  # that changes of a choice simulate: half a second's worth
-_MAX_PLAIN_ROWS = 200_000  # the same where the simulation is not compiled
-_MIN_TRIALS = 32
+_MAX_ROWS = 250_000  # that changes of a choice simulate: some hundredths of a second's worth, compiled
+_MIN_TRIALS = 16
 _TRIALS_OF_EACH = 8  # of a storage, about
 _MOST_EXCHANGED = 4  # storages that make room on the host for another, one at a time
 
@@ -94,21 +94,20 @@ def _tight(problem: Problem, device: DeviceSpec, actions: dict[int, Action]) -> 
 
 
 def _lowest_on(problem: Problem, device: DeviceSpec, limit_bytes: int) -> Floor:
-    """The smallest peak that is found with so much of the host."""
-    part = dataclasses.replace(device, host_memory_bytes=limit_bytes)
-    found = [_tight(problem, part, actions) for actions in _choices(problem, limit_bytes)]
-    lowest = _lowered(problem, part, min(found, key=lambda floor: floor.timeline.peak_bytes))
-    return _tight(problem, device, lowest.actions)
+    """The smallest peak that is found with so much of the host, by changes that each lower it.
 
+    Of one storage, or of two of which one is swapped.
+    """
+    num_left = max(_MIN_TRIALS, _MAX_ROWS // max(1, problem.num_rows))
+    expected = problem.num_rows * min(num_left, _TRIALS_OF_EACH * len(problem.candidates))
+    kernels = kernels_for(expected, is_urgent=problem.is_urgent)
+    simulator = Simulator(problem, dataclasses.replace(device, host_memory_bytes=limit_bytes), kernels=kernels)
 
-def _lowered(problem: Problem, device: DeviceSpec, floor: Floor) -> Floor:
-    """Where changes of a choice lead that each lower its peak: of one storage, or of two of which one is swapped."""
-    num_rows = problem.num_rows * _TRIALS_OF_EACH * len(problem.candidates)
-    kernels = kernels_for(min(num_rows, _MAX_ROWS), is_urgent=problem.is_urgent)
-    max_rows = _MAX_ROWS if kernels.is_compiled else _MAX_PLAIN_ROWS
-    num_left = max(_MIN_TRIALS, max_rows // max(1, problem.num_rows))
-    simulator = Simulator(problem, device, kernels=kernels)
-    lowest, actions = floor.timeline.peak_bytes, floor.actions
+    def peak_of(actions: dict[int, Action]) -> int:
+        outcome = simulator.run(problem.codes(actions), schedule=ON_DEMAND)
+        return outcome.peak_bytes if not outcome.overflow_bytes else NO_LIMIT
+
+    lowest, actions = min(((peak_of(each), each) for each in _choices(problem, limit_bytes)), key=lambda pair: pair[0])
     largest_first = sorted(problem.candidates.values(), key=lambda c: (-c.num_bytes, c.storage))
     num_idle = 0  # storages of which no change lowered the peak, in a row
     while num_left > 0 and num_idle < len(largest_first):
@@ -117,11 +116,11 @@ def _lowered(problem: Problem, device: DeviceSpec, floor: Floor) -> Floor:
         num_idle += 1
         for changed in _changes(problem, actions, candidate.storage):
             num_left -= 1
-            outcome = simulator.run(problem.codes(changed), schedule=ON_DEMAND)
-            if not outcome.overflow_bytes and outcome.peak_bytes < lowest:
-                lowest, actions, num_idle = outcome.peak_bytes, changed, 0
+            peak_bytes = peak_of(changed)
+            if peak_bytes < lowest:
+                lowest, actions, num_idle = peak_bytes, changed, 0
                 break
-    return floor if actions is floor.actions else _tight(problem, device, actions)
+    return _tight(problem, device, actions)
 
 
 def _changes(problem: Problem, actions: dict[int, Action], storage: int) -> Iterator[dict[int, Action]]:

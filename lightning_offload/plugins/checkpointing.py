@@ -106,7 +106,7 @@ class Checkpointing:
 
 def _replaces() -> bool:
     """Note that a region begins in this thread; whether it is to run as if it were not checkpointed."""
-    if not _open.of or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if not _open.of or not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_run_again():
         return False
     _open.of[-1].note_region()
     return _open.of[-1].is_replaced

@@ -277,6 +277,9 @@ class Steps:
         One within a transform of ``torch.func`` is that transform's own, of a graph that saves nothing by hooks: like
         one within another backward it is not the step's.
         """
+        if compiled_code.is_being_made():  # whose compiler asks autograd what a backward would do
+            yield
+            return
         run = self._run
         is_within_transform = within_transform()
         is_nested = torch._C._current_graph_task_id() != -1 or is_within_transform

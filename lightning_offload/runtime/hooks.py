@@ -296,6 +296,7 @@ class _SeeUserCode(TorchFunctionMode):
         self._seeing = seeing
 
     @override
+    @_dynamo_disabled_alone
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -131,7 +131,8 @@ class ValueTracker:
                 return f"{facts.name} made {num_bytes} bytes in place of {planned_bytes}"
             value = LiveValue(index, num_bytes)
             value.wrapper = weakref.ref(tensor)
-            value.is_fresh = position < num_fresh
+            if call is not None and position < num_fresh:
+                value.fresh_version = tensor._version
             self._table.follow(value, storage)
             if call is not None and facts.remakes(position, num_fresh):
                 value.call = call
@@ -160,7 +161,7 @@ class ValueTracker:
     def record(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Record a call; None where it cannot be replayed from what it reads."""
         may_replay = facts.replayable if self._is_cpu else facts.may_replay(self._device.type, args)
-        if not may_replay or torch.is_inference_mode_enabled() or modes.are_on():
+        if not may_replay or torch.is_inference_mode_enabled() or modes.may_change_ops():
             return None
         blank = facts.made_anew(args) if facts.writes else None
         if facts.writes and blank is None:
@@ -206,7 +207,10 @@ class ValueTracker:
             if owner is None:
                 raise Unrecordable
             value = self._external(storage)
-        if value.is_fresh and tensor._version:  # another thread has written it
+        if value.fresh_version >= 0 and tensor._version not in (
+            0,
+            value.fresh_version,
+        ):  # another thread has written it
             raise Unrecordable
         if value.is_external:
             owner = _without_graph(tensor) if owner is None else owner

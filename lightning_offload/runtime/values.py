@@ -49,8 +49,8 @@ class LiveValue:
         readers: Calls that read it, kept for values that only ``origin`` may provide.
         handles: Autograd's handles on it.
         is_external: Whether it existed before the step.
-        is_fresh: Whether an op made it on memory of its own: as long as it holds, all version counters there are at 0,
-            and one that is not tells of a write that another thread has made.
+        fresh_version: Of what a recorded call made on memory of its own, as it made it; -1 for any other. A version
+            counter of that memory that is elsewhere tells of a write that another thread has made.
         is_ours: Whether the runtime itself allocated ``storage``, for a copy back or in a replay.
         is_handed_out: Whether autograd was given its memory to read, and so perhaps a program that may write it.
         guards: Tensors that share a version counter of its memory, each with the version at which that held the
@@ -59,8 +59,24 @@ class LiveValue:
     """
 
     __slots__ = (
-        "__weakref__", "block", "call", "copy", "guards", "handles", "index", "is_external", "is_fresh",
-        "is_handed_out", "is_ours", "num_bytes", "origin", "original", "readers", "storage", "stream", "wrapper",
+        "__weakref__",
+        "block",
+        "call",
+        "copy",
+        "fresh_version",
+        "guards",
+        "handles",
+        "index",
+        "is_external",
+        "is_handed_out",
+        "is_ours",
+        "num_bytes",
+        "origin",
+        "original",
+        "readers",
+        "storage",
+        "stream",
+        "wrapper",
     )  # fmt: skip
 
     def __init__(self, index: int, num_bytes: int) -> None:
@@ -75,7 +91,8 @@ class LiveValue:
         self.original: Block | None = None
         self.readers: Sequence[weakref.ref[Call]] = ()
         self.handles: Sequence[weakref.ref[Handle]] = ()
-        self.is_external = self.is_fresh = False
+        self.is_external = False
+        self.fresh_version = -1
         self.is_ours = False
         self.is_handed_out = False
         self.guards: tuple[tuple[Tensor, int], ...] = ()
@@ -107,7 +124,10 @@ class LiveValue:
 
     def holds_no_longer(self, tensor: Tensor) -> bool:
         """Whether its memory was written since, out of our sight, by what a tensor on it tells as well."""
-        return self.is_stale or (self.is_fresh and not tensor.is_inference() and tensor._version != 0)
+        if self.fresh_version < 0 or tensor.is_inference():
+            return self.is_stale
+        # A part may have a counter of its own, which begins at 0.
+        return self.is_stale or tensor._version not in (0, self.fresh_version)
 
     def is_as_saved(self, handle: Handle) -> bool:
         """Whether nothing was written between the copy that a version was noted at and a save of the same storage.
@@ -127,7 +147,9 @@ class LiveValue:
         tensor = self.wrapper() if self.wrapper is not None else None
         handle = next((found for found in (handle() for handle in self.handles) if found is not None), None)
         if tensor is not None and not tensor.is_inference():  # which has no counter
-            self.guards = ((version_alias_of(tensor), 0 if self.is_fresh else tensor._version),)
+            self.guards = (
+                (version_alias_of(tensor), tensor._version if self.fresh_version < 0 else self.fresh_version),
+            )
         elif handle is not None:
             self.guards = ((handle.version_alias, handle.version),)
         elif self.block is not None or self.call is not None:

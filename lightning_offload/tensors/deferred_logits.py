@@ -191,6 +191,16 @@ class _State:
         return (_num_updates, *seen)
 
     @property
+    def is_there(self) -> bool:
+        """Whether they, or what they were made of, have been read, and so perhaps saved."""
+        state: _State | None = self
+        while state is not None:
+            if state.whole is not None or state.numbers is not None:
+                return True
+            state = state.source
+        return self.family.is_computed
+
+    @property
     def is_as_made(self) -> bool:
         """Whether the program has written neither them nor what they are made of, and waits for no gradient of them."""
         if self.family.is_exposed or self.made_of != self._made_of_now():
@@ -457,6 +467,8 @@ def _further(func: Any, name: str, logits: DeferredLogits, args: Any, kwargs: An
     if torch.is_inference_mode_enabled():  # what is made in it has no version counter
         return None
     if func is F.cross_entropy:
+        if logits.state.family.readers.is_region() and logits.state.is_there:  # backward gives the region a tensor
+            return None
         return _cross_entropy(logits.state, *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
     find = _FINDERS.get(name)
     if find is None or "out" in kwargs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from lightning_offload import MemoryPlugin
 from lightning_offload.errors import PlanError
 from lightning_offload.tensors import custom_ops
 from lightning_offload.tensors.op_facts import facts_of
+from tests.engine.live_tracker import LiveStorageTracker
 from tests.engine.recomputable import nothing_known as nothing_known
 from tests.engine.recomputable import recomputable_share
 from tests.extension_ops import HONEST, LIARS, LIES_FROM, ByAddress, ByKernel, forget_cache, ops
@@ -215,3 +216,53 @@ def test_restored_plans_know_what_was_seen() -> None:
     assert second.report().recomputed_bytes == first.report().recomputed_bytes > 0
     with pytest.raises(PlanError, match="custom ops is malformed"):
         plugin("all-recompute").load_state_dict({**state, "custom_ops": [{"op": 3}]})
+
+
+@torch.library.custom_op("offload_tests::filled", mutates_args=())
+def _filled(x: Tensor) -> Tensor:
+    """Its kernel writes what it returns in place, which the version counter of that tells of."""
+    out = torch.empty_like(x)
+    out.copy_(x)
+    out.mul_(2.0).tanh_()
+    return out
+
+
+_filled.register_autograd(
+    lambda ctx, gradient: gradient * 2 * (1 - ctx.saved_tensors[0] ** 2),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+)
+
+
+def _one_hot(x: Tensor) -> Tensor:
+    return x * nn.functional.one_hot(x.argmax(-1), x.shape[-1]).float()
+
+
+def _drawn(x: Tensor) -> Tensor:
+    return x.sin() * torch.ops.aten.randn.default(list(x.shape))
+
+
+@pytest.mark.parametrize("engine", ["native", "python"])
+@pytest.mark.parametrize("function", [_filled, _one_hot, _drawn], ids=["filled", "one_hot", "drawn"])
+def test_what_kernels_write_in_place_is_let_go_of(
+    function: Callable[[Tensor], Tensor], engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step after step: a result that has a version of its own from the beginning is recomputed as any other."""
+    if engine == "python":
+        monkeypatch.setenv("LIGHTNING_OFFLOAD_ENGINE", "python")
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+    held = []
+    with MemoryPlugin(policy="all-recompute", device="cpu") as memory:
+        for _ in range(10):
+            x, tracker = torch.randn(256, 64), LiveStorageTracker()
+            tracker.register_all()
+            before = tracker.live_bytes
+            with tracker, memory.step(x):
+                y = x
+                for layer in layers:
+                    y = y + function(layer(y))
+                loss = y.square().mean()
+                held.append(tracker.live_bytes - before)
+                loss.backward()
+            del y, loss
+    assert held[-1] <= held[4] <= 6 * x.nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -147,3 +148,23 @@ def test_an_exception_in_a_region() -> None:
             with memory.step(x := torch.randn(8, WIDTH)):
                 net(x).sum().backward()
         assert memory.report().num_steps >= 3
+
+
+def test_a_region_of_another_model_that_is_run_again_in_a_step() -> None:
+    """Its forward came before, with the regions in it checkpointed: so they are when backward runs it again."""
+
+    def doubly(net: nn.Module, x: Tensor) -> Tensor:
+        out: Tensor = torch_checkpoint.checkpoint(net, x, use_reentrant=False)
+        return out
+
+    found = []
+    for is_managed in (False, True):
+        nets = [_Net(WAYS["non-reentrant"]) for _ in range(2)]
+        with MemoryPlugin("1GiB", replace_checkpointing=True, device="cpu", module=nets[0]) as memory:
+            for seed in range(NUM_STEPS):
+                x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+                before = doubly(nets[1], x).mean()
+                with memory.step(x) if is_managed else contextlib.nullcontext():
+                    (nets[0](x).square().mean() + before).backward()
+        found.append([p.grad for net in nets for p in net.parameters() if p.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -281,6 +281,14 @@ def _head_in_a_region(model: nn.Module, logits: Tensor, targets: Tensor) -> Tens
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + own + other
 
 
+def _loss_in_a_region(model: nn.Module, logits: Tensor, targets: Tensor) -> Tensor:
+    """Of logits that it is not given: what backward runs again puts them off as forward does."""
+    own: Tensor = checkpoint(
+        lambda rows: F.cross_entropy(logits.flatten(0, 1), rows), targets.flatten(), use_reentrant=False
+    )
+    return own + F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
 class _Squares(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
@@ -294,9 +302,22 @@ class _Squares(torch.autograd.Function):
         return result
 
 
+def test_a_region_that_is_given_the_logits_is_refused() -> None:
+    """Backward would give it a tensor, of which it would save something else than forward did."""
+    model = _Named()
+    with MemoryPlugin("1GiB", chunked_loss="head", module=model, device="cpu") as memory:
+        with memory.step():
+            tokens, targets = _batch(0)
+            logits = model(tokens)[0].flatten(0, 1)
+            checkpoint(F.cross_entropy, logits, targets.flatten(), use_reentrant=False).backward()
+        told = r"could not be computed in chunks: what `head` made was read by .*Function.* and by `cross_entropy`"
+        with pytest.raises(UnsupportedError, match=told), memory.step():
+            pass
+
+
 @pytest.mark.parametrize("adapter", ["follow", "step"])
 @pytest.mark.parametrize("policy", ["all-swap", "all-recompute"])
-@pytest.mark.parametrize("program", [_regions, _saved, _head_in_a_region])
+@pytest.mark.parametrize("program", [_regions, _saved, _head_in_a_region, _loss_in_a_region])
 def test_regions_and_functions(program: Callable[..., Tensor], policy: str, adapter: str) -> None:
     """What a region runs again saves the same both times; what a function saves is as the program has it."""
     found = []

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch._dynamo
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_offload.plugins.module_steps import ModuleMemoryPlugin
 
@@ -200,3 +201,53 @@ def test_two_plugins_and_an_exception() -> None:
         wrapper(torch.ones(8, 32)).sum().backward()
     assert (one.report().num_steps, other.report().num_steps) == (num_before + 1, 1)
     other.detach()
+
+
+class _Checkpointed(nn.Module):
+    """Each block compiled, and checkpointed: of modules of torch's own, whose frames its compiler leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3))
+        for block in self.blocks:
+            block.compile(backend="aot_eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Residual blocks."""
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def _with_compiled_loss(follow: Follow) -> nn.Module:
+    """A loss beside the model that is compiled when the first step waits for its backward."""
+
+    class Losing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = _body()
+            self.loss = torch.compile(lambda y: y.square().mean() * torch.sigmoid(y), backend="aot_eager")
+            follow(self.body)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.loss(self.body(x))
+            return out
+
+    return Losing()
+
+
+def _with_checkpointed_blocks(follow: Follow) -> nn.Module:
+    model = _Checkpointed()
+    follow(model)
+    return model
+
+
+@pytest.mark.parametrize("policy", ["all-swap", "all-recompute", "auto"])
+@pytest.mark.parametrize("way", [_with_compiled_loss, _with_checkpointed_blocks])
+def test_what_is_compiled_around_and_within(way: Way, policy: str) -> None:
+    """Neither what a compiler asks autograd is a backward of the step, nor is any code of ours compiled."""
+    expected, _ = _train(way, lambda _: None)
+    memory = ModuleMemoryPlugin("1GiB", policy=policy)
+    actual, _ = _train(way, lambda module: memory.follow(module, device="cpu"))
+    memory.detach()
+    assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))

@@ -533,7 +533,10 @@ std::string Step::follow_results(
     }
     auto value = c10::make_intrusive<Value>(index, num_bytes);
     value->made_as = WeakTensor(made[position].getIntrusivePtr());
-    value->is_fresh = static_cast<size_t>(position) < num_fresh;
+    const auto& counter = made[position].unsafeGetTensorImpl()->version_counter();
+    if (call && static_cast<size_t>(position) < num_fresh && counter.enabled()) {
+      value->fresh_version = counter.current_version();
+    }
     if (call && (facts.running_stats.empty() || static_cast<size_t>(position) < num_fresh)) {
       value->call = call;
       call->results.emplace_back(static_cast<int>(position), WeakValue(value));

@@ -161,7 +161,11 @@ bool Value::is_stale() const {
 
 bool Value::holds_no_longer(const at::Tensor& tensor) const {
   const auto& counter = tensor.unsafeGetTensorImpl()->version_counter();
-  return is_stale() || (is_fresh && counter.enabled() && counter.current_version() != 0);
+  if (is_stale() || fresh_version < 0 || !counter.enabled()) {
+    return is_stale();
+  }
+  const int64_t version = counter.current_version();  // a part may have a counter of its own, which begins at 0
+  return version != 0 && version != fresh_version;
 }
 
 bool Value::is_as_saved(const Handle& handle) const {
@@ -202,7 +206,8 @@ void Value::keep_watch() {
   if (made_as) {
     const auto tensor = made_as->lock();
     if (tensor && tensor->version_counter().enabled()) {
-      guards.push_back({tensor->version_counter(), is_fresh ? 0 : tensor->version_counter().current_version()});
+      const auto& counter = tensor->version_counter();
+      guards.push_back({counter, fresh_version < 0 ? counter.current_version() : static_cast<uint32_t>(fresh_version)});
       return;
     }
   }

@@ -233,7 +233,7 @@ struct Value final : c10::intrusive_ptr_target {
   PyRef block, copy, py_stream;       // Python's own: a block of a lower tier, a copy under way, `stream`
   int64_t address = 0;                // of the block, where the core's lanes lead there
   bool is_external = false, is_ours = false, is_handed_out = false;
-  bool is_fresh = false;  // an op made it on memory of its own, whose version counters are at 0 while it holds
+  int64_t fresh_version = -1;  // of what a recorded call made on memory of its own, as it made it
   PyObject* wrapper = nullptr;  // borrowed: Python's object for it, while there is one
 
   // Scratch of a replay, valid where `replay` is that replay's number.
