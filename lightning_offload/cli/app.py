@@ -70,9 +70,14 @@ def run(
         return _complain(str(error), BAD_INPUT)
     except (typer.Abort, KeyboardInterrupt):
         return _complain("aborted", ABORTED)
-    except (BrokenPipeError, SystemExit):  # rich ends the program where nobody reads any more
+    except BrokenPipeError:
         _write_nowhere()
         return 0
+    except SystemExit as error:
+        if error.code != 1:
+            raise
+        _write_nowhere()
+        return 0  # by rich, where nobody reads any more
     except OSError as error:
         if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO, errno.EFBIG):
             raise
