@@ -207,10 +207,7 @@ class ValueTracker:
             if owner is None:
                 raise Unrecordable
             value = self._external(storage)
-        if value.fresh_version >= 0 and tensor._version not in (
-            0,
-            value.fresh_version,
-        ):  # another thread has written it
+        if not value.is_external and value.holds_no_longer(tensor):  # another thread has written it
             raise Unrecordable
         if value.is_external:
             owner = _without_graph(tensor) if owner is None else owner

@@ -59,24 +59,8 @@ class LiveValue:
     """
 
     __slots__ = (
-        "__weakref__",
-        "block",
-        "call",
-        "copy",
-        "fresh_version",
-        "guards",
-        "handles",
-        "index",
-        "is_external",
-        "is_handed_out",
-        "is_ours",
-        "num_bytes",
-        "origin",
-        "original",
-        "readers",
-        "storage",
-        "stream",
-        "wrapper",
+        "__weakref__", "block", "call", "copy", "fresh_version", "guards", "handles", "index", "is_external",
+        "is_handed_out", "is_ours", "num_bytes", "origin", "original", "readers", "storage", "stream", "wrapper",
     )  # fmt: skip
 
     def __init__(self, index: int, num_bytes: int) -> None:
@@ -147,9 +131,8 @@ class LiveValue:
         tensor = self.wrapper() if self.wrapper is not None else None
         handle = next((found for found in (handle() for handle in self.handles) if found is not None), None)
         if tensor is not None and not tensor.is_inference():  # which has no counter
-            self.guards = (
-                (version_alias_of(tensor), tensor._version if self.fresh_version < 0 else self.fresh_version),
-            )
+            version = tensor._version if self.fresh_version < 0 else self.fresh_version
+            self.guards = ((version_alias_of(tensor), version),)
         elif handle is not None:
             self.guards = ((handle.version_alias, handle.version),)
         elif self.block is not None or self.call is not None:
