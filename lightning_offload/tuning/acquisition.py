@@ -292,11 +292,12 @@ def _first(space: Space, known: _Known) -> int | None:
     if known.fails == space.low:
         return None
     forecast = space.forecast
+    if forecast is None and (known.fails is None or space.start < known.fails):
+        return space.start
     if known.fails is not None:
         shrink = _SHRINK if forecast is None else _SHRINK_PREDICTED
         return space.down(round_down(max(1, int(known.fails * shrink**known.num_failed))))
-    if forecast is None:
-        return space.start
+    assert forecast is not None
     if forecast.answer * _FAR_BELOW < forecast.edge:
         return space.down(forecast.answer)
     return space.down(round_down(forecast.edge))

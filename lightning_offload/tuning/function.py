@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import os
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -293,7 +294,8 @@ def find_efficient_batch_size(
     )
 
     def search(runner: TrialRunner) -> SearchResult:
-        return runner.find(space, max_trials=max_trials, max_seconds=lambda _: max_seconds)
+        end = math.inf if max_seconds is None else settings.clock() + max_seconds
+        return runner.find(space, max_trials=max_trials, until=lambda _: end)
 
     def decorate(function: Callable[..., Any]) -> EfficientBatchSize:
         check_function(function)

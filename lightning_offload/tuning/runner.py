@@ -49,7 +49,6 @@ ENDED_EARLY = "training ended after"
 _RECORDED_SHARE = 4
 """Of so many trials one goes to a size that the performance model is fitted to."""
 _SMALLEST_RECORDED = 2  # libraries take shortcuts for a single sample
-_NO_TIME = 1e-9  # seconds, where a clock showed none
 
 
 class TrialOver(BaseException):
@@ -307,40 +306,31 @@ class TrialRunner:
         self,
         space: Space,
         *,
-        begin: int | None = None,
         max_trials: int | None,
-        max_seconds: Callable[[Sequence[Trial]], float | None],
+        until: Callable[[Sequence[Trial]], float],
     ) -> SearchResult:
         """Find the efficiency-optimal size; every rank calls it, and all get the same.
 
         Args:
             space: What is searched.
-            begin: A smaller size than its start to try before, to see what a step does.
             max_trials: Most trials, None for the usual number.
-            max_seconds: No trial begins that would probably end after so many, by what trials have shown; None for no
+            until: No trial begins that would probably end after that time, by what trials have shown; infinite for no
                 limit. Rank zero's clock counts.
 
         Raises:
             TuningError: No size was found to fit, or a rank failed.
         """
         clock = self._settings.clock
-        began = clock()
-
-        def until() -> float | None:
-            seconds = max_seconds(self.done)
-            return None if seconds is None else began + seconds
-
         most = max(1, (max_trials or MAX_TRIALS_PREDICTED) // _RECORDED_SHARE)
-        self._record(space, space.start if begin is None else begin, most, until)
+        self._record(space, most, until)
         if self._agreement.rank == 0:
             recorded = {size: each for size, each in self._recorded.items() if each is not None}
             self.predictor = Predictor.fit(recorded, self.done, self._agreement.num_ranks)
-        end = until()
         return find_batch_size(
             self.run,
             space,
             max_trials=max_trials,
-            max_seconds=None if end is None else max(end - clock(), _NO_TIME),
+            max_seconds=until(self.done) - clock(),
             predict=self.predictor,
             clock=clock,
             known=self.done,
@@ -365,11 +355,11 @@ class TrialRunner:
 
     # ---- recording
 
-    def _record(self, space: Space, begin: int, most: int, until: Callable[[], float | None]) -> None:
+    def _record(self, space: Space, most: int, until: Callable[[Sequence[Trial]], float]) -> None:
         """Try a few sizes first, as long as a memory plugin shows their steps."""
-        waiting = list(dict.fromkeys((begin, space.start)))
+        waiting = [space.start]
         has_spread = False
-        while waiting and len(self._recorded) < most and len(self.done) < 2 * most and not self._is_late(until()):
+        while waiting and len(self._recorded) < most and len(self.done) < 2 * most and not self._is_late(until):
             size = waiting.pop(0)
             trial = next((trial for trial in self.done if trial.batch_size == size), None)
             if trial is None:
@@ -386,10 +376,8 @@ class TrialRunner:
                 smallest = max(space.low, _SMALLEST_RECORDED)
                 waiting += [other for other in (2 * size, size // 2, 4 * size) if other >= smallest]
 
-    def _is_late(self, until: float | None) -> bool:
-        if until is None or not self.done:
-            return False
-        return self._agreement.broadcast(self._settings.clock() >= until)
+    def _is_late(self, until: Callable[[Sequence[Trial]], float]) -> bool:
+        return bool(self.done) and self._agreement.broadcast(self._settings.clock() >= until(self.done))
 
     def _predict(self, batch_size: int) -> Prediction | None:
         """Predict a size, on all ranks; None where nothing can."""

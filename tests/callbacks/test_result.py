@@ -22,6 +22,8 @@ from tests.callbacks.training import Clock, Net, finder_of
 GIB = 2**30
 RESULT = TuningResult(
     batch_size=32,
+    found_batch_size=32,
+    configured_batch_size=32,
     lr=0.4,
     base_batch_size=8,
     effective_batch_size=32,

@@ -38,12 +38,11 @@ class TuningResult(Printed):
 
     Attributes:
         batch_size: Samples of one step on one rank.
-        found_batch_size: What the search found; None in states of older versions. `batch_size` is another one where
-            the search was not sure enough.
+        found_batch_size: What the search found; `batch_size` is another one where it was not sure enough.
         lr: The learning rate in force with it; that of the first group where the model keeps none.
         base_batch_size: Effective batch (samples of one optimizer step, all ranks) that the rate was given for.
         effective_batch_size: The same with the chosen size.
-        configured_batch_size: Samples of one step on one rank as the user gave them; 0 in states of older versions.
+        configured_batch_size: Samples of one step on one rank as the user gave them.
         configured_lr: The learning rate as the user gave it; None where the model keeps none.
         accumulation: Micro-batches of an optimizer step with the chosen size.
         configured_accumulation: The same as the user gave it.
@@ -77,8 +76,8 @@ class TuningResult(Printed):
     lr: float | None
     base_batch_size: int
     effective_batch_size: int
-    found_batch_size: int | None = None
-    configured_batch_size: int = 0
+    found_batch_size: int
+    configured_batch_size: int
     configured_lr: float | None = None
     accumulation: int = 1
     configured_accumulation: int = 1
@@ -105,13 +104,13 @@ class TuningResult(Printed):
     @property
     def batch_ratio(self) -> Fraction:
         """The effective batch by the configured one."""
-        configured = (self.configured_batch_size or self.batch_size) * self.configured_accumulation
+        configured = self.configured_batch_size * self.configured_accumulation
         return Fraction(self.batch_size * self.accumulation, configured)
 
     @property
     def size_ratio(self) -> Fraction:
         """The batch of a rank by the configured one."""
-        return Fraction(self.batch_size, self.configured_batch_size or self.batch_size)
+        return Fraction(self.batch_size, self.configured_batch_size)
 
     def __rich__(self) -> Table | str:
         """Its trials, and what was chosen."""
@@ -132,7 +131,6 @@ class TuningResult(Printed):
         try:
             values["scaled_groups"] = tuple((number, index) for number, index in values["scaled_groups"])
             values["trials"] = tuple(Trial(**{**t, "step_seconds": tuple(t["step_seconds"])}) for t in values["trials"])
-            values.pop("scaling", None)  # of older versions
             for name in _INTERVALS:
                 interval = values.get(name)
                 values[name] = None if interval is None else (float(interval[0]), float(interval[1]))
@@ -202,7 +200,7 @@ def summary(result: TuningResult) -> str:
     """What was chosen, what is expected of it, and what it took, in a sentence; and what a reader should know."""
     configured = result.configured_batch_size
     text = f"Batch size {result.batch_size}"
-    if configured and result.batch_size != configured:
+    if result.batch_size != configured:
         text += f" in place of {configured}"
     if result.accumulation != result.configured_accumulation:
         text += f", accumulated {result.accumulation} and not {result.configured_accumulation} times"
@@ -299,7 +297,7 @@ def _goodput(result: TuningResult, tried: Trial | Prediction) -> float | None:
     if result.noise_scale is None or tried.samples_per_second is None:
         return None
     samples = result.effective_batch_size / result.batch_size  # of an optimizer step, for each of a rank's batch
-    batches = {"base_batch": samples * (result.configured_batch_size or 1), "batch": samples * tried.batch_size}
+    batches = {"base_batch": samples * result.configured_batch_size, "batch": samples * tried.batch_size}
     return tried.samples_per_second * batch_efficiency(result.noise_scale, **batches)
 
 

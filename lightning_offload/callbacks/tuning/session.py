@@ -95,7 +95,7 @@ class Session:
         self._look: Look | None = None  # at the batches
         self._noise: NoiseScale | None = None
         self._most: int | None = None  # the largest size of the search, by the pilot
-        self._pilot_seconds = 0.0
+        self._trials_began = self._pilot_seconds = 0.0
         self._warnings: tuple[str, ...] = ()  # of what is set
 
     @property
@@ -165,9 +165,11 @@ class Session:
         try:
             with search_shown(self._is_visible) as tell, heap_set_aside():
                 runner = TrialRunner(host, self._trial_settings(host), agreement, tell=tell)
-                if why := self._too_quick(runner) or self._pilot(host, runner):
+                self._trials_began = self._clock()
+                configured = runner.run(base)  # all others are compared with it
+                if why := self._too_quick(configured) or self._pilot(host, configured):
                     return self._kept(why)
-                found = self._found(host, runner, bounds)
+                found = self._found(runner, bounds)
             choice = agreement.broadcast(agreement.together(lambda: self._chosen(found), "choosing a size"))
             if choice.batch_size != base:
                 lower = data.without_single(choice.batch_size, bounds[0], self._objective.sizes(bounds[1]))
@@ -180,7 +182,6 @@ class Session:
             )
             return agreement.broadcast(result)
         finally:
-            host.restore()
             host.forget()
             if may_run():  # code that was compiled for all sizes is not that of the one that is trained with
                 torch.compiler.reset()
@@ -212,12 +213,11 @@ class Session:
             f" {_TUNING_SHARE:.0%}; max_seconds= sets another limit, objective='throughput' has none"
         )
 
-    def _too_quick(self, runner: TrialRunner) -> str:
+    def _too_quick(self, configured: Trial) -> str:
         """Why nothing more is tried in a run that takes so little time; empty where a tuning pays, or was asked for."""
         if not self._is_share_limited:
             return ""
-        runner.run(self._targets.base_size)
-        run_seconds = self._agreement.broadcast(self._run_seconds(runner.done))
+        run_seconds = self._agreement.broadcast(self._run_seconds((configured,)))
         if run_seconds is None or _TUNING_SHARE * run_seconds >= _LEAST_SECONDS:
             return ""
         return (
@@ -233,7 +233,7 @@ class Session:
 
     # ---- the pilot
 
-    def _pilot(self, host: LightningHost, runner: TrialRunner) -> str:
+    def _pilot(self, host: LightningHost, configured: Trial) -> str:
         """Measure the noise scale, where it is needed and the configured size fits; tell why it cannot be.
 
         Where that size does not fit, a smaller one has to be found, whatever a sample is worth in it.
@@ -241,12 +241,11 @@ class Session:
         if self._objective.name != GOODPUT:
             return ""
         base = self._targets.base_size
-        tried = [trial for trial in runner.done if trial.batch_size == base]
-        if not (tried[0] if tried else runner.run(base)).is_ok:
+        if not configured.is_ok:
             self._objective = dataclasses.replace(self._objective, name=THROUGHPUT)
             self._most = base
             return ""
-        plan = self._agreement.broadcast(self._pilot_plan(runner.done))  # by what a step takes, which is known now
+        plan = self._agreement.broadcast(self._pilot_plan((configured,)))  # by what a step takes, which is known now
         if plan is None:
             return self._why_no_pilot()
         num_steps = 0.0 if is_resumed(self._trainer) else self._length.left
@@ -276,7 +275,11 @@ class Session:
         return ""
 
     def _pilot_plan(self, trials: Sequence[Trial]) -> PilotPlan | None:
-        """Plan a pilot: a share of the run, and half of the time that the user gives, as far as these are known."""
+        """Plan a pilot: a share of the run, and half of the time that the user gives, as far as these are known.
+
+        Args:
+            trials: That of the configured size, or none yet.
+        """
         accumulation = self._objective.configured_accumulation
         least = max(_LEAST_BATCHES, shortest_pilot(accumulation))
         if math.isfinite(self._length.left):
@@ -285,7 +288,7 @@ class Session:
             most = min(least, _TUNING_SHARE * self._agreement.broadcast(run_batches(self._trainer)))
         if not self._is_limited:
             most = max(most, least)
-        speeds = [each.samples_per_second for each in trials if each.batch_size == self._targets.base_size]
+        speeds = [each.samples_per_second for each in trials]
         if self._options.max_seconds is not None and speeds and speeds[0]:
             batch_seconds = self._targets.base_size * self._agreement.num_ranks / speeds[0]
             most = min(most, self._options.max_seconds / 2 / batch_seconds)
@@ -322,38 +325,23 @@ class Session:
             allows_sync_batch_norm=True,
         )
 
-    def _found(self, host: LightningHost, runner: TrialRunner, bounds: Bounds) -> SearchResult:
-        base = self._targets.base_size
+    def _found(self, runner: TrialRunner, bounds: Bounds) -> SearchResult:
         smallest, largest, first = bounds
         largest = largest if self._most is None else min(largest, self._most)
-        first = min(first, largest)
         space = Space(
-            low=smallest, high=largest, start=first, tolerance=self._options.tolerance,
+            low=smallest, high=largest, start=min(first, largest), tolerance=self._options.tolerance,
             sizes=self._objective.sizes(largest), efficiency=self._efficiency,
         )  # fmt: skip
-        found = runner.find(
-            space,
-            begin=min(first, base) if host.is_to_be_watched else first,
-            max_trials=self._options.max_trials,
-            max_seconds=self._search_seconds,
-        )
-        if any(trial.batch_size == base for trial in found.trials):
-            return found
-        return SearchResult.of(  # with what it is compared with
-            (*found.trials, runner.run(base)),
-            batch_size=found.batch_size, confidence=found.confidence, ended_by=found.ended_by,
-        )  # fmt: skip
+        return runner.find(space, max_trials=self._options.max_trials, until=self._until)
 
-    def _search_seconds(self, trials: Sequence[Trial]) -> float | None:
-        """What a search may take, by what trials show of the run; None for no limit."""
+    def _until(self, trials: Sequence[Trial]) -> float:
+        """When the last trial may begin, by what trials show of the run: a pilot has a share of its own."""
         if self._options.max_seconds is not None:
-            return self._options.max_seconds - self._pilot_seconds
-        if not self._is_limited:
-            return None
-        seconds = self._run_seconds(trials)
-        if self._options.objective == THROUGHPUT:
-            return max(_THROUGHPUT_SECONDS, _TUNING_SHARE * (seconds or 0.0))
-        return None if seconds is None else _TUNING_SHARE * seconds
+            return self._trials_began + self._options.max_seconds
+        seconds = self._run_seconds(trials) if self._is_limited else math.inf
+        if self._options.objective == THROUGHPUT and self._is_limited:
+            return self._trials_began + max(_THROUGHPUT_SECONDS, _TUNING_SHARE * (seconds or 0.0))
+        return math.inf if seconds is None else self._trials_began + self._pilot_seconds + _TUNING_SHARE * seconds
 
     def _efficiency(self, batch_size: int) -> float:
         """What throughput in trials of a size counts for: by what a sample is likely worth, and by lengths."""
@@ -418,7 +406,6 @@ class Session:
             notes.append(f"The search ran out of {found.ended_by} before it was sure ({found.confidence:.0%})")
         return dataclasses.replace(
             self._result(choice, *notes),
-            found_batch_size=choice.best_size,
             expected_speedup=None if speedup is None else speedup.value,
             expected_interval=None if speedup is None else (speedup.low, speedup.high),
             run_seconds=self._run_seconds(found.trials),
@@ -445,6 +432,7 @@ class Session:
             why = f"The configured {base} is kept: {why}{self._changed_all_the_same(rates)}"
         return TuningResult(
             batch_size=size,
+            found_batch_size=choice.best_size,
             configured_batch_size=base,
             effective_batch_size=self._effective(size),
             base_batch_size=rates.base_batch,

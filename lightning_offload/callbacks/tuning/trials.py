@@ -344,11 +344,6 @@ class LightningHost:
         if self.memory is not None:
             self.memory.forget(keep=self._known_kinds)
 
-    @property
-    def is_to_be_watched(self) -> bool:
-        """Whether a size that is known has to show first that ranks do not talk to one another within a step."""
-        return self._may_talk and not self.decline
-
     def train(self, batch_size: int, meter: StepMeter) -> None:
         """Run the fit loop with this size until the meter has enough."""
 
@@ -419,7 +414,7 @@ class LightningHost:
     def refusal(self, batch_size: int, trials: Sequence[Trial], predict: Predict) -> str:
         """A size is refused where it may not fit and a rank that runs out of memory would leave others waiting."""
         ran = [trial.batch_size for trial in trials if trial.is_ok]
-        if self.is_to_be_watched and ran:
+        if self._may_talk and not self.decline and ran:  # the first one has shown whether ranks talk within a step
             self._may_talk = False
             if not self._agreement.is_true_on_all(not self._has_talked):
                 self.decline = "the model has collectives of its own in a training step"
