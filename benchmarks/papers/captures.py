@@ -1,7 +1,7 @@
 """Training steps of our models on the papers' GPUs, recorded under FakeTensorMode, for any batch size from two.
 
-Bytes are linear in the batch size, so two recordings give the step at all others; op times are then interpolated, too.
-The state that outlives a step counts in full: parameters, gradients and the momentum of SGD.
+Two recordings give the step at all other sizes (:mod:`~lightning_offload.planning.step_model`). The state that outlives
+a step counts in full: parameters, gradients and the momentum of SGD.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from examples.models import Example
 from lightning_offload.graph.catalog import device_spec
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.planning.step_model import StepModel
 from lightning_offload.plugins.fake import record_fake_step
 
 GIB = 1 << 30
@@ -89,39 +90,23 @@ class Family:
         example: The model.
         spec: The GPU.
         batch_sizes: The two that are recorded; best near those of interest.
+
+    Raises:
+        TuningError: Their steps are not alike.
     """
 
     def __init__(self, example: Example, spec: DeviceSpec, batch_sizes: tuple[int, int]) -> None:
         self.example = example
         self.spec = spec
         self.batch_sizes = batch_sizes
-        self._low, self._high = (record(example, size, spec) for size in batch_sizes)
-        if _structure(self._low.graph) != _structure(self._high.graph):
-            raise ValueError(f"the step differs between batch sizes {batch_sizes}, beyond its sizes")
-        self.parameter_bytes = self._low.parameter_bytes
+        recorded = {size: record(example, size, spec) for size in batch_sizes}
+        self._model = StepModel.fit({size: step.graph for size, step in recorded.items()})
+        self.parameter_bytes = recorded[batch_sizes[0]].parameter_bytes
 
     def at(self, batch_size: int) -> StepGraph:
         """Return the step at a batch size, from the two recordings."""
-        low, high = self._low.graph, self._high.graph
-        share = (batch_size - self.batch_sizes[0]) / (self.batch_sizes[1] - self.batch_sizes[0])
-        storages = tuple(
-            dataclasses.replace(a, num_bytes=round(_between(a.num_bytes, b.num_bytes, share)))
-            for a, b in zip(low.storages, high.storages, strict=True)
-        )
-        ops = tuple(
-            dataclasses.replace(a, seconds=max(0.0, _between(a.seconds, b.seconds, share)))
-            for a, b in zip(low.ops, high.ops, strict=True)
-        )
-        return dataclasses.replace(low, storages=storages, ops=ops)
+        return self._model.at(batch_size)
 
     def recorded_at(self, batch_size: int) -> StepGraph:
         """Return the step recorded at that batch size itself."""
         return record(self.example, batch_size, self.spec).graph
-
-
-def _between(low: float, high: float, share: float) -> float:
-    return low + (high - low) * share
-
-
-def _structure(graph: StepGraph) -> tuple[object, ...]:
-    return graph.num_ticks, [(op.name, op.tick) for op in graph.ops], [(s.birth, s.death) for s in graph.storages]

@@ -13,6 +13,7 @@ from benchmarks.papers.figures import Figure
 from benchmarks.papers.networks import resnet34
 from examples.models import resnet
 from examples.models.registry import Example, image_example
+from lightning_offload.cli.batch_search import largest_within
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.units import format_bytes
 
@@ -130,8 +131,8 @@ def deepest(claim: DepthClaim) -> Iterator[Figure]:
 
     claimed_blocks = (claim.depth - 2) // 3
     small = sum(_GROWING) + 10
-    blocks = searches.secant(lambda n: found(n).floor_bytes, room, low=small, high=claimed_blocks)
-    plain = searches.secant(lambda n: found(n).plain_bytes, room, low=small, high=claimed_blocks // 2)
+    blocks = small + largest_within(lambda n: found(small + n).floor_bytes, room, searches.MOST)
+    plain = small + largest_within(lambda n: found(small + n).plain_bytes, room, searches.MOST)
     per_block = (found(claimed_blocks).floor_bytes - found(small).floor_bytes) / (claimed_blocks - small)
     note = f"a block more takes {per_block / _MIB:.1f} MiB, of which 12.8 are its parameters, gradients and momentum"
     memory_text = format_bytes(captures.memory_bytes(spec))

@@ -6,11 +6,11 @@ memory of the GPU. What a floor costs in time is another matter: where a figure 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping
+import functools
 from dataclasses import dataclass
 
 from benchmarks.papers.captures import Family
+from lightning_offload.cli.batch_search import largest_within
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
@@ -20,6 +20,8 @@ from lightning_offload.planning.request import PlanRequest
 
 _SHRINK = 0.995
 _MAX_SHRINKS = 20
+MOST = 1 << 16
+"""The largest size that is looked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +56,11 @@ def peaks(graph: StepGraph, spec: DeviceSpec) -> Peaks:
 def largest_batch(family: Family, budget_bytes: int) -> int:
     """Return the largest batch whose floor is within a budget, confirmed by a recording of that very step."""
 
+    @functools.cache
     def floor(size: int) -> int:
         return peaks(family.at(size), family.spec).floor_bytes
 
-    found = secant(floor, budget_bytes, low=1, high=family.batch_sizes[1])
+    found = largest_within(floor, budget_bytes, MOST)
     for _ in range(_MAX_SHRINKS):
         if found == 0 or peaks(family.recorded_at(found), family.spec).floor_bytes <= budget_bytes:
             return found
@@ -68,49 +71,11 @@ def largest_batch(family: Family, budget_bytes: int) -> int:
 def largest_plain_batch(family: Family, budget_bytes: int) -> int:
     """Return the largest batch that fits with everything kept."""
 
+    @functools.cache
     def peak(size: int) -> int:
         return PlanRequest(Problem(family.at(size)), family.spec, None).plain.peak_bytes
 
-    return secant(peak, budget_bytes, low=1, high=family.batch_sizes[0])
-
-
-def secant(measure: Callable[[int], int], limit: int, *, low: int, high: int) -> int:
-    """Return the largest integer whose measure is within a limit, in few measurements where it is about linear.
-
-    The two that are nearest to the limit say where to measure next; every third time it is half way between what is
-    within and what is beyond, so that kinks cost no more than a bisection would.
-
-    Args:
-        measure: Grows with its argument, and is expensive.
-        limit: What it may reach.
-        low: The least answer; 0 is returned if it is beyond the limit.
-        high: A second argument, larger.
-    """
-    known = {low: measure(low), high: measure(high)}
-    if known[low] > limit:
-        return 0
-    for trial in itertools.count(1):
-        inside = max(n for n, size in known.items() if size <= limit)
-        outside = min((n for n, size in known.items() if size > limit), default=0)
-        if outside == inside + 1:
-            return inside
-        if outside and trial % 3 == 0:
-            guess = (inside + outside) // 2
-        else:
-            guess = max(inside + 1, _on_line(known, limit))
-            guess = min(guess, outside - 1) if outside else guess
-        known[guess] = measure(guess)
-    raise AssertionError("unreachable: the loop ends by its answer")
-
-
-def _on_line(known: Mapping[int, int], limit: int) -> int:
-    """Where the line through the two measurements nearest to a limit reaches it, or the next that is not known."""
-    before, after = sorted(known, key=lambda n: (abs(known[n] - limit), n))[:2]
-    slope = (known[after] - known[before]) / (after - before)
-    if slope <= 0:
-        return 2 * max(known)
-    guess = before + int((limit - known[before]) // slope)
-    return guess if guess not in known else guess + 1
+    return largest_within(peak, budget_bytes, MOST)
 
 
 def overhead(made: MemoryPlan) -> float:

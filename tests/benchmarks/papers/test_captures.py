@@ -70,5 +70,5 @@ def test_steps_that_differ_are_refused() -> None:
         loss=lambda model, inputs: model(inputs[0]).sum() if len(inputs[0]) > 8 else model(inputs[0]).square().sum(),
         batch_size=4,
     )
-    with pytest.raises(ValueError, match=r"differs between batch sizes \(8, 16\)"):
+    with pytest.raises(ValueError, match=r"at batch sizes 8, 16 are alike"):
         Family(odd, captures.device("k40c"), (8, 16))
