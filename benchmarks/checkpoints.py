@@ -26,6 +26,15 @@ KEPT_OPS = (
 """What selective checkpointing keeps: the ops that take most of the time."""
 
 
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks that one would put under checkpointing: residual blocks, stages of a VGG, or layers."""
+    if isinstance(features := getattr(model, "features", None), nn.Sequential):
+        return list(features)
+    if isinstance(stages := getattr(model, "stages", None), nn.Sequential):
+        return [block for stage in stages for block in stage.children()]
+    return list(max((part for part in model.modules() if isinstance(part, nn.ModuleList)), key=lambda part: len(part)))
+
+
 class BlockCheckpoints:
     """PyTorch's checkpointing around each block of a model, in force while it is on.
 

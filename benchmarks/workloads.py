@@ -1,4 +1,4 @@
-"""Models with a batch and a loss, as training steps of forward and backward.
+"""Models with a batch and a loss, as training steps of forward and backward; their plans, and what budgets lie between.
 
 The optimizer's step is left out: it costs the same either way and would dilute ratios. Gradients start as
 None in every step.
@@ -6,6 +6,7 @@ None in every step.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from examples.demo.data import NUM_CLASSES, load_images
 from examples.models import ResNet
 from examples.models.residual import Bottleneck
+from lightning_offload import MemoryPlugin
+
+_MAX_PLANNING_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +47,74 @@ class Workload:
         self.model.zero_grad(set_to_none=True)
         with context():
             self.loss(self.model, self.batch).backward()
+
+    def managed_step(self, memory: MemoryPlugin) -> None:
+        """Run one under a plugin."""
+        self.step(functools.partial(memory.step, *self.batch))
+
+    def limits(self) -> Limits:
+        """Return the limits of the step."""
+        return learn_limits(self.model, self.managed_step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Between which peaks the budgets of a step lie, and what autograd saves in it."""
+
+    floor_bytes: int
+    plain_peak_bytes: int
+    saved_bytes: int
+
+    def budget(self, height: float) -> int:
+        """Return the budget at a height between the floor (0) and the plain peak (1)."""
+        return self.floor_bytes + round(height * (self.plain_peak_bytes - self.floor_bytes))
+
+    def roomy(self) -> int:
+        """Return a budget that the plain step fits in."""
+        return round(1.1 * self.plain_peak_bytes)
+
+    def height(self, peak_bytes: int) -> float:
+        """Return where a peak lies between the floor (0) and the plain peak (1)."""
+        return (peak_bytes - self.floor_bytes) / max(1, self.plain_peak_bytes - self.floor_bytes)
+
+
+def learn_limits(model: nn.Module, step: Callable[[MemoryPlugin], None]) -> Limits:
+    """Return the limits of a model's step, from a few steps that keep everything.
+
+    Args:
+        model: The model.
+        step: Runs a step of it under a plugin.
+
+    Raises:
+        RuntimeError: They are not known after that.
+    """
+    with MemoryPlugin("1TiB", module=model) as memory:
+        plan_steps(memory, functools.partial(step, memory))
+        report = memory.report()
+    if report.floor_bytes is None or report.plain_peak_bytes is None:
+        raise RuntimeError("the plugin planned a step without knowing its floor and its plain peak")
+    return Limits(
+        floor_bytes=report.floor_bytes, plain_peak_bytes=report.plain_peak_bytes, saved_bytes=report.kept_bytes
+    )
+
+
+def plan_steps(memory: MemoryPlugin, step: Callable[[], None], *, at_least: int = 1) -> None:
+    """Run steps until the plan is final.
+
+    Args:
+        memory: The plugin.
+        step: Runs a step under it.
+        at_least: How many are run in any case: stalls may still change a plan that is final.
+
+    Raises:
+        RuntimeError: There is no such plan after many steps.
+    """
+    for index in range(_MAX_PLANNING_STEPS):
+        step()
+        if index + 1 >= at_least and memory.report().phase == "planned":
+            return
+    phase = memory.report().phase
+    raise RuntimeError(f"no final plan after {_MAX_PLANNING_STEPS} steps, but '{phase}'; is LIGHTNING_OFFLOAD=0 set?")
 
 
 def demo_resnet(device: torch.device, *, quick: bool, checkpointed: bool = False) -> Workload:

@@ -19,25 +19,24 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.checkpoints import BlockCheckpoints
+from benchmarks.checkpoints import BlockCheckpoints, blocks_of
 from benchmarks.gpu.memory import Peak, free_memory, measure_peak
-from benchmarks.gpu.models import blocks_of, workload
+from benchmarks.gpu.models import workload
 from benchmarks.pairs import PairedTimes, Ratio, quartiles, ratio_of, time_rounds
 from benchmarks.results import Measurements, Row, error_row
-from benchmarks.workloads import Workload
+from benchmarks.workloads import Limits, Workload, plan_steps
 from lightning_offload import MemoryPlugin
 
 if TYPE_CHECKING:
     from lightning_offload.plugins.report import Report
 
 _PLAIN = "plain"
-_MIN_PLANNING_STEPS = 6
-_MAX_PLANNING_STEPS = 14
+MIN_PLANNING_STEPS = 6
 _NUM_WARMUP_STEPS = 2
 _NUM_STEPS_OF_RUN = 6
 _FIGURES = (
@@ -60,35 +59,31 @@ PEERS = ("checkpoint per block", "selective checkpoint", "save_on_cpu")
 """PyTorch's own means; the second keeps the outputs of matrix products, convolutions and attention."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Between which peaks the budgets lie, what autograd saves, and what peers need, by name."""
+def budget_bytes(text: str, limits: Limits, peer_peaks: Mapping[str, int] | None = None) -> int:
+    """Return the budget that a text stands for.
 
-    floor_bytes: int
-    plain_peak_bytes: int
-    saved_bytes: int
-    peer_peaks: Mapping[str, int] = field(default_factory=dict)
+    Args:
+        text: As above.
+        limits: Those of the step.
+        peer_peaks: What peers need, by name.
 
-    def budget(self, text: str) -> int:
-        """Return the budget in bytes that `text` stands for.
-
-        Raises:
-            ValueError: It is not understood.
-        """
-        kind, _, share = text.partition("=")
-        if kind == "fits":
-            return round(1.1 * self.plain_peak_bytes)
-        if kind == "h":
-            return self.floor_bytes + round(float(share) * (self.plain_peak_bytes - self.floor_bytes))
-        if kind == "activations":
-            return max(self.floor_bytes, self.plain_peak_bytes - round((1 - float(share)) * self.saved_bytes))
-        if kind == "peak" and share in self.peer_peaks:
-            return max(self.floor_bytes, self.peer_peaks[share])
-        peers = ", ".join(f"'peak={name}'" for name in PEERS)
-        raise ValueError(
-            f"budget {text!r} is not understood: write 'h=0.5', 'activations=0.4', 'fits' or, of peers that take part "
-            f"and did not fail, {peers}"
-        )
+    Raises:
+        ValueError: It is not understood.
+    """
+    kind, _, share = text.partition("=")
+    if kind == "fits":
+        return limits.roomy()
+    if kind == "h":
+        return limits.budget(float(share))
+    if kind == "activations":
+        return max(limits.floor_bytes, limits.plain_peak_bytes - round((1 - float(share)) * limits.saved_bytes))
+    if kind == "peak" and peer_peaks and share in peer_peaks:
+        return max(limits.floor_bytes, peer_peaks[share])
+    peers = ", ".join(f"'peak={name}'" for name in PEERS)
+    raise ValueError(
+        f"budget {text!r} is not understood: write 'h=0.5', 'activations=0.4', 'fits' or, of peers that take part "
+        f"and did not fail, {peers}"
+    )
 
 
 def budget_label(text: str) -> str:
@@ -181,14 +176,15 @@ def contest(
     trained = workload(model, device, quick=quick, precision=precision, batch_size=None if quick else batch_size)
     found = _Contest(title=title, workload=trained)
     with contextlib.ExitStack() as stack:
-        limits = learn_limits(trained)
+        limits, peer_peaks = trained.limits(), dict[str, int]()
         plain = _Contender(title=f"{title}, plain", step=trained.step)
         found.enter(_PLAIN, plain, lambda: _warm_up(plain.step))
         if peers:
             _enter_peers(found, peers)
-            limits = replace(limits, peer_peaks={name: p.allocated_bytes for name, p in _peaks(found) if name in PEERS})
+            peer_peaks = {name: peak.allocated_bytes for name, peak in _peaks(found) if name in PEERS}
         for text in budgets:
-            _enter_budget(found, stack, text, limits, (goals or {}).get(text))
+            if f"{title}, {text.removeprefix('peak=')}" not in found.notes:  # a peer that has failed
+                _enter_budget(found, stack, text, budget_bytes(text, limits, peer_peaks), (goals or {}).get(text))
         times = _time(found, 2 if quick else num_rounds)
         runs = _time_runs(found, 2 if quick else (num_rounds + 1) // 2, 2 if quick else _NUM_STEPS_OF_RUN)
         reports = {name: c.memory.report() for name, c in found.contenders.items() if c.memory is not None}
@@ -200,30 +196,14 @@ def contest(
     )  # fmt: skip
 
 
-def learn_limits(trained: Workload) -> Limits:
-    """Return floor, plain peak and saved bytes, from a few steps that keep everything.
-
-    Raises:
-        RuntimeError: They are not known after that.
-    """
-    with MemoryPlugin("1TiB", module=trained.model) as memory:
-        plan_steps(memory, lambda: trained.step(functools.partial(memory.step, *trained.batch)))
-        report = memory.report()
-    if report.floor_bytes is None or report.plain_peak_bytes is None:
-        raise RuntimeError("the plugin planned a step without knowing its floor and its plain peak")
-    return Limits(
-        floor_bytes=report.floor_bytes, plain_peak_bytes=report.plain_peak_bytes, saved_bytes=report.kept_bytes
-    )
-
-
-def _enter_budget(found: _Contest, stack: contextlib.ExitStack, text: str, limits: Limits, goal: float | None) -> None:
-    if f"{found.title}, {text.removeprefix('peak=')}" in found.notes:
-        return  # a peer that has failed
+def _enter_budget(
+    found: _Contest, stack: contextlib.ExitStack, text: str, num_bytes: int, goal: float | None
+) -> None:  # fmt: skip
     trained = found.workload
-    memory = stack.enter_context(MemoryPlugin(f"{limits.budget(text)}B", module=trained.model))
-    step = functools.partial(trained.step, functools.partial(memory.step, *trained.batch))
+    memory = stack.enter_context(MemoryPlugin(f"{num_bytes}B", module=trained.model))
+    step = functools.partial(trained.managed_step, memory)
     contender = _Contender(title=f"{found.title}, {budget_label(text)}", step=step, memory=memory, goal=goal)
-    found.enter(text, contender, lambda: plan_steps(memory, step))
+    found.enter(text, contender, lambda: plan_steps(memory, step, at_least=MIN_PLANNING_STEPS))
 
 
 def _enter_peers(found: _Contest, names: Sequence[str]) -> None:
@@ -244,20 +224,6 @@ def _enter_peers(found: _Contest, names: Sequence[str]) -> None:
 def _warm_up(step: Callable[[], None]) -> None:
     for _ in range(_NUM_WARMUP_STEPS):
         step()
-
-
-def plan_steps(memory: MemoryPlugin, step: Callable[[], None]) -> None:
-    """Run steps until the plan is final, and some more, in which stalls may still change it.
-
-    Raises:
-        RuntimeError: There is no such plan after many steps.
-    """
-    for index in range(_MAX_PLANNING_STEPS):
-        step()
-        if index + 1 >= _MIN_PLANNING_STEPS and memory.report().phase == "planned":
-            return
-    phase = memory.report().phase
-    raise RuntimeError(f"no final plan after {_MAX_PLANNING_STEPS} steps, but '{phase}'; is LIGHTNING_OFFLOAD=0 set?")
 
 
 def _time(found: _Contest, num_rounds: int) -> dict[str, list[float]]:
@@ -324,10 +290,9 @@ def _write_rows(
         if name in runs:
             found.spread[title]["run_step_seconds"] = quartiles(runs[name])
             found.note(title, run_step_seconds=quartiles(runs[name])[1])
-        share = (peak.allocated_bytes - limits.floor_bytes) / max(1, limits.plain_peak_bytes - limits.floor_bytes)
         found.note(
             title, step_seconds=quartiles(seconds)[1], peak_bytes=peak.allocated_bytes,
-            reserved_bytes=peak.reserved_bytes, peak_share=share,
+            reserved_bytes=peak.reserved_bytes, peak_share=limits.height(peak.allocated_bytes),
         )  # fmt: skip
         if name in reports:
             figures = {figure: getattr(reports[name], figure, None) for figure in _FIGURES}

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.memory import CudaMeter, Peak
+from benchmarks.gpu.memory import Peak, peak_within
 from benchmarks.gpu.models import workload
 from benchmarks.pairs import synchronize
 from benchmarks.workloads import Workload
-from examples.demo.tracker import peak_tracker
 from lightning_offload import MemoryPlugin
 from lightning_offload.errors import BudgetInfeasibleError
 
@@ -72,14 +71,8 @@ def _train(trained: Workload, memory: MemoryPlugin | None) -> tuple[float, Peak]
         _train_step(trained, optimizer, step())
         synchronize()
         best = min(best, time.perf_counter() - start)
-    if device.type == "cuda":
-        with CudaMeter(device) as meter:
-            _train_step(trained, optimizer, step())
-        return best, meter.peak
-    with peak_tracker(device) as tracker:
-        tracker.add([*trained.model.parameters(), *trained.model.buffers(), *trained.batch])
-        _train_step(trained, optimizer, step())
-    return best, Peak(allocated_bytes=tracker.peak_bytes, reserved_bytes=None)
+    beside = [*trained.model.parameters(), *trained.model.buffers(), *trained.batch]
+    return best, peak_within(device, beside, lambda: _train_step(trained, optimizer, step()))
 
 
 def _train_step(trained: Workload, optimizer: torch.optim.Optimizer, context: AbstractContextManager[object]) -> None:

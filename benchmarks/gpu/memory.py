@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from benchmarks.pairs import synchronize
 from benchmarks.workloads import Workload
-from examples.demo.tracker import CudaPeak, peak_tracker
+from examples.demo.tracker import peak_tracker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,35 +27,23 @@ class Peak:
     reserved_bytes: int | None
 
 
-class CudaMeter(CudaPeak):
-    """Measures the peak between its beginning and its end.
-
-    Args:
-        device: A CUDA device.
-    """
-
-    @property
-    def peak(self) -> Peak:
-        """The highest peak so far, known when the measurement has ended."""
-        return Peak(allocated_bytes=self.peak_bytes, reserved_bytes=self.reserved_bytes)
-
-
 def measure_peak(workload: Workload, step: Callable[[], None]) -> Peak:
     """Measure a step, after one of its kind in an allocator that holds nothing of others."""
     device = workload.batch[0].device
     workload.model.zero_grad(set_to_none=True)
-    if device.type != "cuda":
-        with peak_tracker(device) as tracker:
-            tracker.add([*workload.model.parameters(), *workload.model.buffers(), *workload.batch])
-            step()
-        return Peak(allocated_bytes=tracker.peak_bytes, reserved_bytes=None)
     free_memory(device)
     step()
     workload.model.zero_grad(set_to_none=True)
-    torch.cuda.synchronize(device)
-    with CudaMeter(device) as meter:
-        step()
-    return meter.peak
+    synchronize()
+    return peak_within(device, [*workload.model.parameters(), *workload.model.buffers(), *workload.batch], step)
+
+
+def peak_within(device: torch.device, beside: Iterable[Tensor], run: Callable[[], None]) -> Peak:
+    """Measure the peak of whatever is run, with the tensors that are there beside it."""
+    with peak_tracker(device) as tracker:
+        tracker.add(beside)
+        run()
+    return Peak(allocated_bytes=tracker.peak_bytes, reserved_bytes=getattr(tracker, "reserved_bytes", None))
 
 
 def free_memory(device: torch.device) -> None:

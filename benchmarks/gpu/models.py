@@ -60,16 +60,6 @@ def without_tf32() -> None:
     torch.backends.cudnn.allow_tf32 = False
 
 
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks that one would put under checkpointing: residual blocks, stages of a VGG, or layers."""
-    if isinstance(model, ResNet):
-        stages = [stage for stage in model.stages if isinstance(stage, nn.Sequential)]
-        return [block for stage in stages for block in stage]
-    if isinstance(model, VGG):
-        return list(model.features)
-    return list(max((part for part in model.modules() if isinstance(part, nn.ModuleList)), key=len))
-
-
 def _build(name: str, size: int, *, quick: bool) -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
     if name in _RESNETS:
         side = 64 if quick else 224

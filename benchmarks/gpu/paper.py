@@ -22,12 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu.max_batch import is_out_of_memory, refusal
-from benchmarks.gpu.memory import CudaMeter, free_memory
+from benchmarks.gpu.memory import Peak, free_memory, peak_within
 from benchmarks.gpu.models import without_tf32
 from benchmarks.pairs import synchronize
 from benchmarks.papers.rows_depth import network
 from benchmarks.results import Measurements, Row
-from examples.demo.tracker import peak_tracker
 from examples.models import MODELS, Example, ResNet
 from examples.models.registry import image_example, seq2seq_example
 from lightning_offload import MemoryPlugin
@@ -74,15 +73,13 @@ class _Trained:
     Attributes:
         digest: Of all losses and of the parameters after them.
         step_seconds: Of the steps that count, those under a final plan.
-        peak_bytes: Of the last step.
-        reserved_bytes: What the allocator held then; None where there is none.
+        peak: Of the last step.
         figures: Of the report.
     """
 
     digest: str
     step_seconds: list[float]
-    peak_bytes: int
-    reserved_bytes: int | None
+    peak: Peak
     figures: dict[str, float] = field(default_factory=dict)
 
 
@@ -121,11 +118,12 @@ class _Training:
         losses: list[Tensor] = []
         with memory if memory is not None else nullcontext():
             seconds = [self._timed(optimizer, context, losses) for _ in range(_NUM_STEPS - 1)]
-            peak_bytes, reserved_bytes = self._peak(optimizer, context, losses)
+            momenta = [state["momentum_buffer"] for state in optimizer.state.values()]
+            beside = [*self._model.parameters(), *self._model.buffers(), *self._inputs, *momenta]
+            peak = peak_within(self.device, beside, lambda: self._step(optimizer, context, losses))
             figures = _figures(memory) if memory is not None else {}
         return _Trained(
-            digest=self._digest(losses), step_seconds=seconds[-_NUM_TIMED:], peak_bytes=peak_bytes,
-            reserved_bytes=reserved_bytes, figures=figures,
+            digest=self._digest(losses), step_seconds=seconds[-_NUM_TIMED:], peak=peak, figures=figures
         )  # fmt: skip
 
     def _timed(
@@ -139,22 +137,6 @@ class _Training:
         self._step(optimizer, context, losses)
         synchronize()
         return time.perf_counter() - start
-
-    def _peak(
-        self,
-        optimizer: torch.optim.Optimizer,
-        context: Callable[[], AbstractContextManager[object]],
-        losses: list[Tensor],
-    ) -> tuple[int, int | None]:
-        if self.device.type == "cuda":
-            with CudaMeter(self.device) as meter:
-                self._step(optimizer, context, losses)
-            return meter.peak.allocated_bytes, meter.peak.reserved_bytes
-        with peak_tracker(self.device) as tracker:
-            momenta = [state["momentum_buffer"] for state in optimizer.state.values()]
-            tracker.add([*self._model.parameters(), *self._model.buffers(), *self._inputs, *momenta])
-            self._step(optimizer, context, losses)
-        return tracker.peak_bytes, None
 
     def _step(
         self,
@@ -221,8 +203,8 @@ def within_cap(
             return None
         spread[name] = {"step_seconds": statistics.quantiles(found.step_seconds, n=4)}
         figures: dict[str, float | None] = {
-            "fits": 1, "step_seconds": statistics.median(found.step_seconds), "peak_bytes": found.peak_bytes,
-            "reserved_bytes": found.reserved_bytes, **found.figures,
+            "fits": 1, "step_seconds": statistics.median(found.step_seconds), "peak_bytes": found.peak.allocated_bytes,
+            "reserved_bytes": found.peak.reserved_bytes, **found.figures,
         }  # fmt: skip
         if plain is not None:
             figures["ratio"] = statistics.median(found.step_seconds) / statistics.median(plain.step_seconds)
@@ -235,11 +217,11 @@ def within_cap(
     if has_reference or quick:
         plain = tried("plain, the whole device", training.train)
     if quick and plain is not None:
-        cap_bytes, cap_share = round(_QUICK_SHARE * plain.peak_bytes), None
+        cap_bytes, cap_share = round(_QUICK_SHARE * plain.peak.allocated_bytes), None
     if cap_share is not None:
         if plain is None:
             raise RuntimeError("a cap that is a share of plain training's peak needs that, and it does not fit")
-        cap_bytes = round(cap_share * plain.peak_bytes)
+        cap_bytes = round(cap_share * plain.peak.allocated_bytes)
     if cap_bytes is None:
         raise ValueError("neither cap_bytes nor cap_share is given")
     _cap(device, cap_bytes)
@@ -267,18 +249,18 @@ def depth(
         example = _tiny_images(depth) if quick else example_of(f"resnet-{depth}", quick=False)
         training = _Training(example, device, _QUICK_BATCH_SIZE if quick else batch_size)
         found = _below(functools.partial(training.train, budget), device, cap_bytes)
-        need_bytes = int(found.figures.get("floor_bytes", found.peak_bytes))
+        need_bytes = int(found.figures.get("floor_bytes", found.peak.allocated_bytes))
     except Exception as error:
         return refusal(error, need_bytes)
     seconds = statistics.median(found.step_seconds)
-    figures = {"step_seconds": seconds, "peak_bytes": found.peak_bytes, **found.figures}
+    figures = {"step_seconds": seconds, "peak_bytes": found.peak.allocated_bytes, **found.figures}
     return {"fits": True, "need_bytes": need_bytes, "figures": figures, "config": {"batch_size": batch_size}}
 
 
 def _below(run: Callable[[], _Trained], device: torch.device, cap_bytes: int) -> _Trained:
     found = run()
-    if device.type != "cuda" and found.peak_bytes > cap_bytes:
-        raise torch.OutOfMemoryError(f"its peak is {found.peak_bytes}")
+    if device.type != "cuda" and found.peak.allocated_bytes > cap_bytes:
+        raise torch.OutOfMemoryError(f"its peak is {found.peak.allocated_bytes}")
     return found
 
 

@@ -16,16 +16,16 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.gpu.contest import budget_label, learn_limits, plan_steps
+from benchmarks.gpu.contest import MIN_PLANNING_STEPS, budget_bytes, budget_label
 from benchmarks.gpu.models import workload
 from benchmarks.pairs import quartiles, synchronize
 from benchmarks.results import Measurements, Row
-from benchmarks.workloads import Workload
+from benchmarks.workloads import Workload, plan_steps
 from lightning_offload import MemoryPlugin
 
 _NUM_SETTLING_STEPS = 8  # in which a plan may still be made again
@@ -117,11 +117,9 @@ def timeline(
     """
     trained = workload(model, device, quick=quick, precision=precision, batch_size=None if quick else batch_size)
     found = Measurements(rows=[], config=trained.config, repeats=2 if quick else num_rounds)
-    budget_bytes = learn_limits(trained).budget(budget)
-    with ExitStack() as stack:
-        memory = stack.enter_context(MemoryPlugin(f"{budget_bytes}B", module=trained.model))
+    with MemoryPlugin(f"{budget_bytes(budget, trained.limits())}B", module=trained.model) as memory:
         ours = functools.partial(memory.step, *trained.batch)
-        plan_steps(memory, functools.partial(trained.step, ours))
+        plan_steps(memory, functools.partial(trained.step, ours), at_least=MIN_PLANNING_STEPS)
         contexts: dict[str, _Context] = {"plain": nullcontext, budget_label(budget): ours}
         for context in contexts.values():
             for _ in range(_NUM_SETTLING_STEPS):

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,7 +28,7 @@ from typing_extensions import override
 from benchmarks import environment, workloads
 from benchmarks.pairs import quartiles, ratio_of, time_pairs
 from benchmarks.results import Measurements, Options, Row
-from benchmarks.workloads import Workload
+from benchmarks.workloads import Workload, plan_steps
 from lightning_offload import MemoryPlugin
 
 TITLE = "Host time of a steady step"
@@ -46,7 +45,6 @@ _CASES: dict[str, tuple[str, float, float | None]] = {
 
 _WHOLE = "all-recompute"  # the case whose mean is told: a step of it that is counted takes longest
 _NUM_WHOLE, _NUM_WHOLE_QUICKLY = 300, 40  # steps
-_MAX_PLANNING_STEPS = 12
 _NUM_WARMUP_STEPS = 4
 
 
@@ -87,8 +85,10 @@ def _measure(options: Options, progress: Progress) -> Measurements:
     for case, (policy, height, goal) in _CASES.items():
         plain, managed = make(), make()
         plain.step()  # what it leaves on the device is beside the managed steps, and counts in their budget
-        with _planned(managed, policy, _budget(managed, height)) as memory:
-            step = functools.partial(managed.step, functools.partial(memory.step, *managed.batch))
+        budget = f"{managed.limits().budget(height)}B"
+        with MemoryPlugin(budget, policy=policy, module=managed.model) as memory:
+            step = functools.partial(managed.managed_step, memory)
+            plan_steps(memory, step)
             mean = _mean_ratio(plain.step, step, quick=options.quick) if case == _WHOLE else None
             compare(case, plain.step, step, goal)
             report = memory.report()
@@ -150,24 +150,3 @@ def _hooks_doing_nothing() -> contextlib.AbstractContextManager[None]:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _budget(workload: Workload, height: float) -> int:
-    """The budget at a height between floor and plain peak."""
-    with _planned(workload, "auto", 1 << 40) as memory:
-        report = memory.report()
-    if report.floor_bytes is None or report.plain_peak_bytes is None:
-        raise RuntimeError("the plugin planned a step without knowing its floor and its plain peak")
-    return report.floor_bytes + round(height * (report.plain_peak_bytes - report.floor_bytes))
-
-
-@contextlib.contextmanager
-def _planned(workload: Workload, policy: str, budget_bytes: int) -> Iterator[MemoryPlugin]:
-    with MemoryPlugin(f"{budget_bytes}B", policy=policy, module=workload.model) as memory:
-        for count in itertools.count():
-            workload.step(functools.partial(memory.step, *workload.batch))
-            if memory.report().phase == "planned":
-                break
-            if count >= _MAX_PLANNING_STEPS:
-                raise RuntimeError(f"no final plan after {count} steps, but {memory.report().phase!r}")
-        yield memory

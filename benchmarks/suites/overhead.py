@@ -19,10 +19,10 @@ import torch
 from rich.progress import Progress, TaskID
 
 from benchmarks import environment, workloads
+from benchmarks.gpu.memory import measure_peak
 from benchmarks.pairs import PairedTimes, quartiles, ratio_of, time_pairs
 from benchmarks.results import Measurements, Options, Row
-from benchmarks.workloads import Workload
-from examples.demo.tracker import peak_tracker
+from benchmarks.workloads import Limits, Workload, plan_steps
 from lightning_offload import MemoryPlugin
 from lightning_offload.plugins.devices import measure_rates
 
@@ -37,7 +37,6 @@ _DISK_STALL_GOAL = 0.25  # of the time that the transfers take
 _RECURRENCE_GOAL = 3.0
 _RECORDING_GOAL = 60.0  # microseconds per op
 _NUM_CASES = 12
-_MAX_PLANNING_STEPS = 12
 _NUM_WARMUP_STEPS = 2
 _NUM_STALL_STEPS = 11
 _LINK_BYTES = 128 << 20
@@ -46,30 +45,6 @@ _SMALL_ELEMENTS = 1 << 15  # 128 KiB, large enough for the planner to bother
 
 _Make = Callable[[], Workload]
 _Context = Callable[[], AbstractContextManager[object]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Limits:
-    """Between which peaks the budgets of a workload lie."""
-
-    floor_bytes: int
-    plain_peak_bytes: int
-
-    def share(self, peak_bytes: int) -> float:
-        """Return where `peak_bytes` lies between the floor (0) and the plain peak (1)."""
-        return (peak_bytes - self.floor_bytes) / max(1, self.plain_peak_bytes - self.floor_bytes)
-
-    def roomy(self) -> int:
-        """Return a budget that the plain step fits in."""
-        return round(1.1 * self.plain_peak_bytes)
-
-    def quarter(self) -> int:
-        """Return the budget that grants a quarter of the way from the floor to the plain peak."""
-        return self.floor_bytes + (self.plain_peak_bytes - self.floor_bytes) // 4
-
-    def half(self) -> int:
-        """Return the budget that grants half of what can be saved."""
-        return self.floor_bytes + (self.plain_peak_bytes - self.floor_bytes) // 2
 
 
 @dataclass(kw_only=True)
@@ -117,23 +92,23 @@ def run(options: Options, progress: Progress) -> Measurements:
     recurrence = functools.partial(workloads.recurrence, device, quick=quick)
     small = functools.partial(workloads.many_ops, device, num_elements=_SMALL_ELEMENTS, quick=quick)
 
-    limits = _managed(collector, "ResNet-50, budget fits the plain step", resnet, _Limits.roomy, _FITS_GOAL)
-    _managed(collector, "GPT-2, budget fits the plain step", gpt2, _Limits.roomy, _FITS_GOAL)
-    _managed(collector, "ResNet-50, half of the savings", resnet, _Limits.half, _HALF_GOAL)
+    limits = _managed(collector, "ResNet-50, budget fits the plain step", resnet, None, _FITS_GOAL)
+    _managed(collector, "GPT-2, budget fits the plain step", gpt2, None, _FITS_GOAL)
+    _managed(collector, "ResNet-50, half of the savings", resnet, 0.5, _HALF_GOAL)
     for policy in ("auto", "all-swap"):
         case = f"ResNet-50 on disk, a quarter of the way up from the floor, {policy}"
-        _managed(collector, case, resnet, _Limits.quarter, None, policy=policy, tier="disk")
+        _managed(collector, case, resnet, 0.25, None, policy=policy, tier="disk")
     checkpointed = functools.partial(resnet, checkpointed=True)
     _peer(collector, "ResNet-50, checkpoint per block", resnet, checkpointed, nullcontext, limits)
     on_cpu = functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=device.type == "cuda")
     _peer(collector, "ResNet-50, save_on_cpu", resnet, resnet, on_cpu, limits)
-    _managed(collector, "tiny ops, all kept", tiny, _Limits.roomy, None, per_op=True)
-    _managed(collector, "small ops, half of the savings", small, _Limits.half, None, per_op=True)
+    _managed(collector, "tiny ops, all kept", tiny, None, None, per_op=True)
+    _managed(collector, "small ops, half of the savings", small, 0.5, None, per_op=True)
 
     _recording(collector, "recurrence of 17,000 tiny ops, recorded", recurrence)
     for policy, steady_goal in (("auto", _RECURRENCE_GOAL), ("all-swap", None)):
         case = f"recurrence of 17,000 tiny ops, half of the savings, {policy}"
-        _managed(collector, case, recurrence, _Limits.half, steady_goal, per_op=True, policy=policy)
+        _managed(collector, case, recurrence, 0.5, steady_goal, per_op=True, policy=policy)
 
     named = {"recurrence": recurrence, "resnet50": resnet, "gpt2": gpt2, "tiny_ops": tiny, "small_ops": small}
     config: dict[str, Any] = {name: make().config for name, make in named.items()}
@@ -144,26 +119,38 @@ def _managed(
     collector: _Collector,
     case: str,
     make: _Make,
-    choose_budget: Callable[[_Limits], int],
+    height: float | None,
     goal: float | None,
     *,
     per_op: bool = False,
     policy: str = "auto",
     tier: str = "auto",
-) -> _Limits:
-    """Compare a plain step with one under a budget, and return what the budget was chosen from."""
+) -> Limits:
+    """Compare a plain step with one under a budget, and return what the budget was chosen from.
+
+    Args:
+        collector: Takes the figures.
+        case: What they are called.
+        make: Makes the workload.
+        height: Of the budget, between floor (0) and plain peak (1); None for one that the plain step fits in.
+        goal: Largest good ratio.
+        per_op: Whether times by op are told, too.
+        policy: Who plans.
+        tier: Where swapped tensors go.
+    """
     collector.progress.update(collector.task, description=case)
     plain, managed = make(), make()
     _warm_up(plain.step)  # what it leaves on the device is beside the managed steps, and counts in their budget
-    limits = _limits_of(managed)
-    with MemoryPlugin(f"{choose_budget(limits)}B", policy=policy, tier=tier, module=managed.model) as memory:
-        context = functools.partial(memory.step, *managed.batch)
-        _plan(managed, memory, context)
-        times = collector.time(case, plain.step, lambda: managed.step(context), goal)
+    limits = managed.limits()
+    budget_bytes = limits.roomy() if height is None else limits.budget(height)
+    with MemoryPlugin(f"{budget_bytes}B", policy=policy, tier=tier, module=managed.model) as memory:
+        step = functools.partial(managed.managed_step, memory)
+        plan_steps(memory, step)
+        times = collector.time(case, plain.step, step, goal)
         report = memory.report()
-        peak_bytes = _peak_bytes(managed, context)
+        peak_bytes = measure_peak(managed, step).allocated_bytes
         if tier == "disk":
-            _note_disk(collector, case, memory, lambda: managed.step(context))
+            _note_disk(collector, case, memory, step)
     _note_report(collector, case, report, limits, peak_bytes)
     if per_op:
         num_ops = workloads.count_ops(plain)
@@ -180,7 +167,7 @@ def _recording(collector: _Collector, case: str, make: _Make) -> None:
     with MemoryPlugin("1TiB", module=managed.model) as memory:
 
         def record() -> None:
-            managed.step(functools.partial(memory.step, *managed.batch))
+            managed.managed_step(memory)
             memory._steps.finish()  # as the next step would, before it begins
 
         _warm_up(plain.step)
@@ -217,37 +204,17 @@ def _note_disk(collector: _Collector, case: str, memory: MemoryPlugin, step: Cal
 
 
 def _peer(
-    collector: _Collector, case: str, make_plain: _Make, make_peer: _Make, context: _Context, limits: _Limits
+    collector: _Collector, case: str, make_plain: _Make, make_peer: _Make, context: _Context, limits: Limits
 ) -> None:
     """Compare a plain step with another way to save memory."""
     collector.progress.update(collector.task, description=case)
     plain, peer = make_plain(), make_peer()
     _warm_up(plain.step)
-    _warm_up(lambda: peer.step(context))
-    collector.time(case, plain.step, lambda: peer.step(context), None)
-    peak_bytes = _peak_bytes(peer, context)
-    collector.note(case, peak_bytes=peak_bytes, peak_share=limits.share(peak_bytes))
-
-
-def _limits_of(workload: Workload) -> _Limits:
-    """Learn floor and plain peak from a few steps under a budget that is no constraint."""
-    with MemoryPlugin("1TiB", module=workload.model) as memory:
-        _plan(workload, memory, functools.partial(memory.step, *workload.batch))
-        report = memory.report()
-    if report.floor_bytes is None or report.plain_peak_bytes is None:
-        raise RuntimeError("the plugin planned a step without knowing its floor and its plain peak")
-    return _Limits(floor_bytes=report.floor_bytes, plain_peak_bytes=report.plain_peak_bytes)
-
-
-def _plan(workload: Workload, memory: MemoryPlugin, context: _Context) -> None:
-    """Run steps until the plan is final."""
-    for _ in range(_MAX_PLANNING_STEPS):
-        workload.step(context)
-        if memory.report().phase == "planned":
-            return
-    raise RuntimeError(
-        f"no final plan after {_MAX_PLANNING_STEPS} steps, but '{memory.report().phase}'; is LIGHTNING_OFFLOAD=0 set?"
-    )
+    step = functools.partial(peer.step, context)
+    _warm_up(step)
+    collector.time(case, plain.step, step, None)
+    peak_bytes = measure_peak(peer, step).allocated_bytes
+    collector.note(case, peak_bytes=peak_bytes, peak_share=limits.height(peak_bytes))
 
 
 def _warm_up(step: Callable[[], None]) -> None:
@@ -255,16 +222,7 @@ def _warm_up(step: Callable[[], None]) -> None:
         step()
 
 
-def _peak_bytes(workload: Workload, context: _Context) -> int:
-    """Count the live bytes of one step, slowly."""
-    workload.model.zero_grad(set_to_none=True)
-    with peak_tracker(workload.batch[0].device) as tracker:
-        tracker.add([*workload.model.parameters(), *workload.model.buffers(), *workload.batch])
-        workload.step(context)
-    return tracker.peak_bytes
-
-
-def _note_report(collector: _Collector, case: str, report: Report, limits: _Limits, peak_bytes: int) -> None:
+def _note_report(collector: _Collector, case: str, report: Report, limits: Limits, peak_bytes: int) -> None:
     """Note the plan's figures, of which those not known are left out."""
     figures = {
         "budget_bytes": report.budget_bytes,
@@ -272,7 +230,7 @@ def _note_report(collector: _Collector, case: str, report: Report, limits: _Limi
         "plain_peak_bytes": limits.plain_peak_bytes,
         "peak_bytes": peak_bytes,
         "predicted_peak_bytes": report.predicted_peak_bytes,
-        "peak_share": limits.share(peak_bytes),
+        "peak_share": limits.height(peak_bytes),
         "kept_bytes": report.kept_bytes,
         "swapped_bytes": report.swapped_bytes,
         "recomputed_bytes": report.recomputed_bytes,

@@ -26,15 +26,14 @@ from typing import Any
 
 import torch
 from rich.progress import Progress
-from torch import nn
 
 from benchmarks import environment, workloads
-from benchmarks.checkpoints import BlockCheckpoints
+from benchmarks.checkpoints import BlockCheckpoints, blocks_of
+from benchmarks.gpu.memory import measure_peak
 from benchmarks.pairs import PairedTimes, quartiles, ratio_of, time_rounds
 from benchmarks.results import Measurements, Options, Row
 from benchmarks.tables import markdown
-from benchmarks.workloads import Workload
-from examples.demo.tracker import peak_tracker
+from benchmarks.workloads import Workload, plan_steps
 from lightning_offload import MemoryPlugin
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.plugins.report import Report
@@ -46,7 +45,6 @@ _GOAL = 0.5  # of the peer's overhead
 _PREDICTED_GOAL = 0.1
 _CLOSE_SHARE = 0.01  # of the peer's peak: nearer than this a budget is not sought
 _MAX_BUDGETS = 4
-_MAX_PLANNING_STEPS = 16
 _NUM_WARMUP_TURNS, _NUM_WARMUP_STEPS = 4, 3
 
 Make = Callable[[torch.device, bool], Workload]
@@ -113,14 +111,17 @@ def _model(
     contexts: dict[str, _Context] = {name: getattr(checkpoints, how) for name, how in PEERS.items()}
     steps: dict[str, Callable[[], None]] = {"plain": trained.step}
     with contextlib.ExitStack() as stack:
-        plain_peak = _peak_bytes(trained, contextlib.nullcontext)
-        peaks = {name: _peak_bytes(trained, context) for name, context in contexts.items()}
-        baseline_bytes = _planned_plain_peak(trained) - plain_peak
+        plain_peak = measure_peak(trained, trained.step).allocated_bytes
+        peaks = {
+            name: measure_peak(trained, functools.partial(trained.step, context)).allocated_bytes
+            for name, context in contexts.items()
+        }
+        baseline_bytes = trained.limits().plain_peak_bytes - plain_peak
         ours: dict[str, _Ours] = {}
         for name, context in contexts.items():
             ours[name] = _at_peak(trained, peaks[name], baseline_bytes, stack)
             steps[name] = functools.partial(trained.step, context)
-            steps[_name_of_ours(name)] = functools.partial(trained.step, _context_of(ours[name].memory, trained))
+            steps[_name_of_ours(name)] = functools.partial(trained.managed_step, ours[name].memory)
         _warm(steps)
         reports = {name: found.memory.report() for name, found in ours.items()}
         times = _time(steps, options.num_pairs)
@@ -181,14 +182,6 @@ def short_table(result: dict[str, Any]) -> str:
     return markdown(header, lines)
 
 
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks that one would put under checkpointing: residual blocks, or layers."""
-    stages = getattr(model, "stages", None)
-    if isinstance(stages, nn.Sequential):
-        return [block for stage in stages for block in stage.children()]
-    return list(max((part for part in model.modules() if isinstance(part, nn.ModuleList)), key=lambda part: len(part)))
-
-
 def _at_peak(trained: Workload, peak_bytes: int, baseline_bytes: int, stack: contextlib.ExitStack) -> _Ours:
     """Find the budget under which our steps peak at no more than that, and leave its plugin to the stack.
 
@@ -204,13 +197,13 @@ def _at_peak(trained: Workload, peak_bytes: int, baseline_bytes: int, stack: con
         with contextlib.ExitStack() as trial:
             memory = trial.enter_context(MemoryPlugin(f"{budget_bytes}B", module=trained.model))
             try:
-                _plan(trained, memory)
+                step = functools.partial(trained.managed_step, memory)
+                plan_steps(memory, step)
             except BudgetInfeasibleError as error:
                 budget_bytes = error.floor_bytes
                 continue
-            found = _Ours(
-                memory=memory, budget_bytes=budget_bytes, peak_bytes=_peak_bytes(trained, _context_of(memory, trained))
-            )
+            found_bytes = measure_peak(trained, step).allocated_bytes
+            found = _Ours(memory=memory, budget_bytes=budget_bytes, peak_bytes=found_bytes)
             spare_bytes = peak_bytes - found.peak_bytes
             if spare_bytes >= 0 and (best is None or found.peak_bytes > best.peak_bytes):
                 held.close()
@@ -222,30 +215,6 @@ def _at_peak(trained: Workload, peak_bytes: int, baseline_bytes: int, stack: con
         raise RuntimeError(f"no budget was found under which steps peak at {peak_bytes} bytes or less")
     stack.enter_context(held)
     return best
-
-
-def _planned_plain_peak(trained: Workload) -> int:
-    """Return what a budget has to be for everything to be kept."""
-    with MemoryPlugin("1TiB", module=trained.model) as memory:
-        _plan(trained, memory)
-        peak_bytes = memory.report().plain_peak_bytes
-    if peak_bytes is None:
-        raise RuntimeError("the plugin planned a step without knowing its plain peak")
-    return peak_bytes
-
-
-def _context_of(memory: MemoryPlugin, trained: Workload) -> _Context:
-    return functools.partial(memory.step, *trained.batch)
-
-
-def _plan(trained: Workload, memory: MemoryPlugin) -> None:
-    """Run steps until the plan is final."""
-    for _ in range(_MAX_PLANNING_STEPS):
-        trained.step(_context_of(memory, trained))
-        if memory.report().phase == "planned":
-            return
-    phase = memory.report().phase
-    raise RuntimeError(f"no final plan after {_MAX_PLANNING_STEPS} steps, but '{phase}'; is LIGHTNING_OFFLOAD=0 set?")
 
 
 def _warm(steps: dict[str, Callable[[], None]]) -> None:
@@ -263,13 +232,3 @@ def _time(steps: dict[str, Callable[[], None]], num_rounds: int) -> dict[str, li
         raise error
 
     return time_rounds(steps, num_rounds=num_rounds, on_error=fail, num_untimed=1)
-
-
-def _peak_bytes(trained: Workload, context: _Context) -> int:
-    """Count the live bytes of one step, slowly."""
-    trained.step(context)  # what is made once is there
-    trained.model.zero_grad(set_to_none=True)
-    with peak_tracker(trained.batch[0].device) as tracker:
-        tracker.add([*trained.model.parameters(), *trained.model.buffers(), *trained.batch])
-        trained.step(context)
-    return tracker.peak_bytes

@@ -38,6 +38,7 @@ from benchmarks.pairs import synchronize
 from benchmarks.results import Measurements, Options, Row
 from benchmarks.shapes.picture import draw
 from benchmarks.shapes.simulated import simulated
+from benchmarks.workloads import learn_limits, plan_steps
 from examples.models import resnet152
 from lightning_offload import MemoryPlugin
 from lightning_offload.errors import UnsupportedError
@@ -95,6 +96,11 @@ class _Training:
             self.model(input_ids=tokens, labels=tokens).loss.backward()
         synchronize()
         return time.perf_counter() - start
+
+    def managed_step(self, memory: MemoryPlugin, length: int) -> None:
+        """Take a step of a length under a plugin."""
+        tokens = self.batch(length)
+        self.seconds(tokens, functools.partial(memory.step, tokens))
 
 
 def run(options: Options, progress: Progress) -> Measurements:
@@ -248,9 +254,12 @@ def _alone(make: Callable[[], _Training], length: int, budget: int) -> float:
     found = []
     with MemoryPlugin(f"{budget}B", module=managed.model) as memory:
         context = functools.partial(memory.step, tokens)
-        while memory.report().phase != "planned":
+
+        def both() -> None:
             managed.seconds(tokens, context)
             plain.seconds(tokens)
+
+        plan_steps(memory, both)
         for _ in range(_NUM_STEADY):
             found.append(managed.seconds(tokens, context) / plain.seconds(tokens))
     return statistics.median(found)
@@ -260,24 +269,17 @@ def _budget(plain: _Training, managed: _Training, longest: int, height: float) -
     """Between the floor (0) and the plain peak (1) of the longest, beside all that is there: a plain copy above all."""
     tokens = managed.batch(longest)
     plain.seconds(tokens)  # its gradients stay
-    with MemoryPlugin("1TiB", module=managed.model) as memory:
-        while memory.report().phase != "planned":
-            managed.seconds(tokens, functools.partial(memory.step, tokens))
-        report = memory.report()
+    limits = learn_limits(managed.model, lambda memory: managed.managed_step(memory, longest))
     managed.model.zero_grad(set_to_none=True)
-    if report.floor_bytes is None or report.plain_peak_bytes is None:
-        raise RuntimeError("the plugin planned a step without knowing its floor and its plain peak")
-    return report.floor_bytes + round(height * (report.plain_peak_bytes - report.floor_bytes))
+    return limits.budget(height)
 
 
 def _planning_of_gpt2(device: torch.device, *, quick: bool) -> list[float]:
     training = _Training(device, quick=quick, layers=2 if quick else 12, width=32)
 
-    def step(memory: MemoryPlugin, length: int) -> None:
-        tokens = training.batch(length)
-        training.seconds(tokens, functools.partial(memory.step, tokens))
-
-    return _planning(training.model, step, [64, 448, 160, *range(256, 256 + 20 * (3 if quick else _NUM_NEW), 20)])
+    return _planning(
+        training.model, training.managed_step, [64, 448, 160, *range(256, 256 + 20 * (3 if quick else _NUM_NEW), 20)]
+    )
 
 
 def _planning_of_resnet(device: torch.device, *, quick: bool) -> list[float]:
@@ -294,13 +296,7 @@ def _planning_of_resnet(device: torch.device, *, quick: bool) -> list[float]:
 
 def _planning(model: nn.Module, step: Callable[[MemoryPlugin, int], None], sizes: Sequence[int]) -> list[float]:
     """Seconds that plans of shapes take that were not seen, under a budget that not all of them fit."""
-    with MemoryPlugin("1TiB", module=model) as memory:
-        for _ in range(4):
-            step(memory, max(sizes))
-        report = memory.report()
-    assert report.floor_bytes is not None
-    assert report.plain_peak_bytes is not None
-    budget = report.floor_bytes + round(0.2 * (report.plain_peak_bytes - report.floor_bytes))
+    budget = learn_limits(model, lambda memory: step(memory, max(sizes))).budget(0.2)
     found, before = [], 0.0
     with MemoryPlugin(f"{budget}B", module=model) as memory:
         for size in sizes:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from benchmarks.gpu.memory import CudaMeter
+from examples.demo.tracker import CudaPeak
 
 
 class Allocator:
@@ -39,12 +39,12 @@ def test_a_reset_inside_hides_nothing(allocator: Allocator):
     """The highest peak counts, before or after resets; what came before the measurement does not."""
     allocator.take(100)
     allocator.take(-90)
-    with CudaMeter(torch.device("cuda")) as meter:
+    with CudaPeak(torch.device("cuda")) as meter:
         allocator.take(50)
         allocator.take(-50)
         torch.cuda.reset_peak_memory_stats()
         assert allocator.peak == 10
         allocator.take(30)
-    assert (meter.peak.allocated_bytes, meter.peak.reserved_bytes) == (60, 120)
+    assert (meter.peak_bytes, meter.reserved_bytes) == (60, 120)
     torch.cuda.reset_peak_memory_stats()
-    assert meter.peak.allocated_bytes == 60
+    assert meter.peak_bytes == 60

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.gpu.models import blocks_of, workload
+from benchmarks.checkpoints import blocks_of
+from benchmarks.gpu.models import workload
 
 
 def test_sizes_are_the_published_ones():

@@ -10,7 +10,7 @@ import torch
 from rich.progress import Progress
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.checkpoints import KEPT_OPS, BlockCheckpoints
+from benchmarks.checkpoints import KEPT_OPS, BlockCheckpoints, blocks_of
 from benchmarks.results import Measurements, Options
 from benchmarks.suites import peers
 
@@ -80,7 +80,7 @@ class _Counter(TorchDispatchMode):
 def test_checkpoints_change_no_gradient(title: str) -> None:
     """Blocks are computed again in backward, the selected ops of them only where all are; off again, nothing is."""
     trained = peers.MODELS[title](CPU, True)
-    checkpoints = BlockCheckpoints(peers.blocks_of(trained.model))
+    checkpoints = BlockCheckpoints(blocks_of(trained.model))
     counters, gradients = [], []
     for context in (nullcontext, checkpoints.on, checkpoints.selective, nullcontext):
         torch.manual_seed(0)

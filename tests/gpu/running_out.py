@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu.memory import CudaMeter, free_memory
+from benchmarks.gpu.memory import free_memory
+from examples.demo.tracker import CudaPeak
 from lightning_offload import MemoryPlugin
 from lightning_offload.accelerators import indexed
 from tests.gpu.device import IS_EMULATED
@@ -123,9 +124,9 @@ def _metered(run: _Run, step: Callable[[], Tensor]) -> Tensor:
     """A step's loss; what it had allocated at most is kept, on a GPU."""
     if run.device.type != "cuda":
         return step()
-    with CudaMeter(run.device) as meter:
+    with CudaPeak(run.device) as meter:
         loss = step()
-    run.peak_bytes = meter.peak.allocated_bytes
+    run.peak_bytes = meter.peak_bytes
     return loss
 
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from benchmarks.gpu.memory import CudaMeter
+from examples.demo.tracker import CudaPeak
 from lightning_offload import MemoryPlugin
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.memory_plan import MemoryPlan
@@ -97,9 +97,9 @@ def _watch(case: Case, memory: MemoryPlugin | None, *, steps: int) -> Seen:
     @contextmanager
     def around() -> Iterator[None]:
         if IS_CUDA:
-            with CudaMeter(DEVICE) as meter:
+            with CudaPeak(DEVICE) as meter:
                 yield
-            seen.peak_bytes.append(meter.peak.allocated_bytes)
+            seen.peak_bytes.append(meter.peak_bytes)
             return
         with tracker.window() as window:
             yield
