@@ -124,13 +124,11 @@ def _rows(result: dict[str, Any]) -> list[Row]:
 
 def _section(result: dict[str, Any]) -> str:
     rows, environment = _rows(result), result["environment"]
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    machine = f"{environment['processor']}, {environment['num_threads']} threads, {environment['system']}"
     lines = [
         f"## {load_suite(result['suite']).TITLE}: {result['device']}",
         "",
-        f"{machine}; {_pairs(result)} per case.",
-        f"Versions: {versions}. {_commits(result)}.",
+        f"{machine(environment)}; {_pairs(result)} per case.",
+        f"Versions: {versions(environment)}. {_commits(result)}.",
         "",
         *(f"- {name}: {_sizes(sizes)}" for name, sizes in result["config"].items() if isinstance(sizes, dict)),
         "",
@@ -138,7 +136,7 @@ def _section(result: dict[str, Any]) -> str:
         "",
         _detail_table(rows),
         "",
-        *_failures(rows, result.get("notes", {})),
+        *failures(result, "Not measured:"),
     ]
     return "\n".join(lines)
 
@@ -161,12 +159,23 @@ def _commits(result: dict[str, Any]) -> str:
     return "Commits: " + "; ".join(f"{commit} ({', '.join(keys)})" for commit, keys in by_commit.items())
 
 
-def _failures(rows: Sequence[Row], notes: dict[str, str]) -> list[str]:
-    """Say what could not be measured, and why."""
-    cases = [row.case for row in rows if row.metric == ERROR]
+def versions(environment: dict[str, Any]) -> str:
+    """Say what was measured with."""
+    return ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+
+
+def machine(environment: dict[str, Any]) -> str:
+    """Say on what it was measured."""
+    return f"{environment['processor']}, {environment['num_threads']} threads, {environment['system']}"
+
+
+def failures(result: dict[str, Any], title: str) -> list[str]:
+    """Say what could not be measured, and why; nothing where all could."""
+    cases = [row["case"] for row in result["rows"] if row["metric"] == ERROR]
     if not cases:
         return []
-    return ["Not measured:", "", *(f"- {case}: {notes.get(case, 'for an unknown reason')}" for case in cases), ""]
+    notes = result.get("notes", {})
+    return [title, "", *(f"- {case}: {notes.get(case, 'for an unknown reason')}" for case in cases), ""]
 
 
 def _sizes(sizes: dict[str, Any]) -> str:
@@ -181,7 +190,7 @@ def _detail_table(rows: Sequence[Row]) -> str:
     return markdown(("case", "figures"), lines)
 
 
-def markdown(header: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> str:
+def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """A table."""
     rule = tuple("---" for _ in header)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *lines))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.calibration.checking import CLOSE, Checked, median_error, share_close
 from benchmarks.calibration.own import Own
 from benchmarks.calibration.public import Public
+from benchmarks.tables import markdown, versions
 
 DOCUMENT = "calibration.md"
 LEFT_OUT = ("model", "card", "source")
@@ -64,15 +64,14 @@ def page(result: dict[str, Any]) -> str:
     ]
     titles = {entry["row"]["card"]: entry["title"] for entry in result["config"]["checked"]}
     environment = result["environment"]
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     lines = [
         _INTRODUCTION,
-        *_summary(found),
+        _summary(found),
         "",
         "Models, cards and sources are in both halves. What is new to a fit it predicts less well; by fits to all rows",
         "but those that have it in common:",
         "",
-        *_left_out(result["config"]["left_out"]),
+        _left_out(result["config"]["left_out"]),
         "",
         "![Predicted against public step times](images/calibration.png)",
         "",
@@ -102,40 +101,36 @@ def page(result: dict[str, Any]) -> str:
         "",
         *(f"- {key}: {text}." for key, text in result["config"]["sources"].items()),
         "",
-        f"Recorded with: {versions}. Commit: {environment['commit']}.",
+        f"Recorded with: {versions(environment)}. Commit: {environment['commit']}.",
     ]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _summary(found: list[Checked]) -> list[str]:
-    lines = [
-        "| half | measurements | within 25% | median error | largest error | at the peaks: within 25% | median error |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+def _summary(found: list[Checked]) -> str:
+    lines = []
     for name, held in (("fitted", False), ("**held out**", True)):
         chosen = [checked for checked in found if checked.held is held]
         errors, peak_errors = [c.error for c in chosen], [c.peak_error for c in chosen]
         num_close = sum(checked.is_close for checked in chosen)
-        cells = (
+        lines.append((
             name, str(len(chosen)), f"{num_close} ({100 * share_close(errors):.0f}%)",
             f"{100 * median_error(errors):.0f}%", f"{100 * max(errors, key=abs):+.0f}%",
             f"{100 * share_close(peak_errors):.0f}%", f"{100 * median_error(peak_errors):.0f}%",
-        )  # fmt: skip
-        lines.append(_line(cells))
-    return lines
+        ))  # fmt: skip
+    header = ("half", "measurements", "within 25%", "median error", "largest error", "at the peaks: within 25%")
+    return markdown((*header, "median error"), lines)
 
 
-def _left_out(errors: dict[str, list[float]]) -> list[str]:
-    lines = ["| left out | within 25% | median error | largest error |", "| --- | --- | --- | --- |"]
+def _left_out(errors: dict[str, list[float]]) -> str:
+    lines = []
     for name in LEFT_OUT:
         found = errors[name]
         num_close = sum(abs(error) <= CLOSE for error in found)
-        cells = (
+        lines.append((
             f"the same {name}", f"{num_close} of {len(found)} ({100 * share_close(found):.0f}%)",
             f"{100 * median_error(found):.0f}%", f"{100 * max(found, key=abs):+.0f}%",
-        )  # fmt: skip
-        lines.append(_line(cells))
-    return lines
+        ))  # fmt: skip
+    return markdown(("left out", "within 25%", "median error", "largest error"), lines)
 
 
 _OWN = """\
@@ -146,18 +141,13 @@ there, and modelled ones are not used.
 
 
 def _own(steps: list[Own]) -> list[str]:
-    lines = [
-        _OWN,
-        "| model | batch | device | torch | measured | predicted | error |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    lines = []
     for step in steps:
-        cells = (
+        lines.append((
             step.model, str(step.sizes["batch_size"]), step.device, step.torch_version, _milliseconds(step.seconds),
             _milliseconds(step.modelled_seconds), f"{100 * step.error:+.0f}%",
-        )  # fmt: skip
-        lines.append(_line(cells))
-    return lines
+        ))  # fmt: skip
+    return [_OWN, markdown(("model", "batch", "device", "torch", "measured", "predicted", "error"), lines)]
 
 
 _REASONS = {
@@ -190,10 +180,8 @@ def _far(found: list[Checked]) -> list[str]:
 
 
 def _table(found: list[Checked], titles: dict[str, str]) -> list[str]:
-    lines = [
-        "| model | batch | precision | card | source | its figure | public | predicted | error | at the peaks |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    header = ("model", "batch", "precision", "card", "source", "its figure", "public", "predicted", "error")
+    lines = []
     notes: dict[str, int] = {}
     for checked in found:
         row = checked.row
@@ -203,8 +191,12 @@ def _table(found: list[Checked], titles: dict[str, str]) -> list[str]:
             _milliseconds(row.seconds), _milliseconds(checked.seconds), f"{100 * checked.error:+.0f}%",
             f"{100 * checked.peak_error:+.0f}%",
         )  # fmt: skip
-        lines.append(_line([f"**{cell}**" for cell in cells] if checked.held else cells))
-    return [*lines, "", *(f"[{number}] {text}.  " for text, number in notes.items())]
+        lines.append(tuple(f"**{cell}**" for cell in cells) if checked.held else cells)
+    return [
+        markdown((*header, "at the peaks"), lines),
+        "",
+        *(f"[{number}] {text}.  " for text, number in notes.items()),
+    ]
 
 
 def _precision(row: Public) -> str:
@@ -219,21 +211,19 @@ def _milliseconds(seconds: float) -> str:
 
 def _numbers(fit: dict[str, Any]) -> list[str]:
     kinds = ("convolution", "depthwise", "matmul", "attention", "recurrent")
-    lines = [_line(("cores", *kinds)), _line(["---"] * 6)]
-    lines += [_line((core, *(f"{shares[kind]:g}" for kind in kinds))) for core, shares in fit["shares"].items()]
-    lines += ["", "| generation, cores | factor |", "| --- | --- |"]
-    lines += [f"| {key} | {factor:g} |" for key, factor in fit["factors"].items()]
-    lines += ["", "| generation | factor of memory bandwidth |", "| --- | --- |"]
-    lines += [f"| {key} | {factor:g} |" for key, factor in fit["bandwidth_factors"].items()]
+    shares = ((core, *(f"{of[kind]:g}" for kind in kinds)) for core, of in fit["shares"].items())
+    factors, bandwidths = (
+        ((key, f"{factor:g}") for key, factor in fit[name].items()) for name in ("factors", "bandwidth_factors")
+    )
     return [
-        *lines,
+        markdown(("cores", *kinds), shares),
+        "",
+        markdown(("generation, cores", "factor"), factors),
+        "",
+        markdown(("generation", "factor of memory bandwidth"), bandwidths),
         "",
         (
             f"Reductions and normalizations reach {fit['reduction_bandwidth']:g} of the memory's bandwidth, all else "
             f"{fit['elementwise_bandwidth']:g}, times the factor; a launch takes {1e6 * fit['launch_seconds']:g} us."
         ),
     ]
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"

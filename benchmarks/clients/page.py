@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from benchmarks.tables import markdown, versions
 from lightning_offload.units import format_bytes
 
 DOCUMENT = "clients.md"
@@ -28,22 +29,20 @@ def page(result: dict[str, Any]) -> str:
     records, environment = result["config"]["clients"], result["environment"]
     finding = [record for record in records if record.get("finds")]
     budgets = [record for record in records if not record.get("finds")]
-    versions = {name: version for record in records for name, version in record.get("versions", {}).items()}
-    named = ", ".join(f"{name} {version}" for name, version in {**environment["versions"], **versions}.items())
+    packages = {name: version for record in records for name, version in record.get("versions", {}).items()}
+    named = versions({"versions": {**environment["versions"], **packages}})
     commits = ", ".join(dict.fromkeys(record["commit"] for record in records))
     told = [line for record in records for line in _told(record)]
     lines = [
         _INTRODUCTION,
-        *_lines(_HEADER, map(_cells, budgets)),
+        markdown(_HEADER, map(_cells, budgets)),
         "",
         *_noise(budgets),
-        *([_SIZES, *_lines(_SIZES_HEADER, map(_size_cells, finding)), ""] if finding else []),
+        *([_SIZES, markdown(_SIZES_HEADER, map(_size_cells, finding)), ""] if finding else []),
         *(["## What was told", "", *told, ""] if told else []),
         "## What was added",
         "",
-        "| training | in its code |",
-        "| --- | --- |",
-        *(f"| {record['title']} | `{record['added']}` |" for record in records),
+        markdown(("training", "in its code"), ((record["title"], f"`{record['added']}`") for record in records)),
         "",
         f"{environment['processor']}, one thread, {environment['system']}. Versions: {named}. Commit: {commits}.",
     ]
@@ -116,11 +115,6 @@ def _size_cells(record: dict[str, Any]) -> list[str]:
         time_of("throughput"),
         long,
     ]
-
-
-def _lines(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A table."""
-    return [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}", *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 def _noise(records: Sequence[dict[str, Any]]) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -92,10 +92,6 @@ class Cell:
         """Step time of auto's plan as a multiple of the best other one; above :data:`BEATEN` the cell is lost."""
         best = self.best_policy
         return self.policy_seconds["auto"] / self.policy_seconds[best] if best is not None else None
-
-    def encoded(self) -> dict[str, object]:
-        """The cell as JSON-able data."""
-        return asdict(self)
 
 
 def cells(

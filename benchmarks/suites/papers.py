@@ -18,6 +18,7 @@ from benchmarks.papers import captures, rows_batch, rows_depth, rows_layers, row
 from benchmarks.papers.captures import GIB
 from benchmarks.papers.figures import HEADER, Figure, Verdict, decode, encode
 from benchmarks.results import Measurements, Options, error_row
+from benchmarks.tables import failures, markdown, versions
 
 TITLE = "The papers' figures without a GPU"
 DOCUMENT = "papers.md"
@@ -90,19 +91,19 @@ def run(options: Options, progress: Progress) -> Measurements:
     """Derive all figures; a task that fails gives an error row and a note, and the others go on."""
     todo = tasks(quick=options.quick)
     bar = progress.add_task("papers", total=len(todo))
-    figures, failures = [], {}
+    figures, failed = [], {}
     for name, task in todo.items():
         progress.update(bar, description=name)
         try:
             figures += list(task())
         except Exception as error:  # the rest is of use without this one
-            failures[name] = f"{type(error).__name__}: {error}"
+            failed[name] = f"{type(error).__name__}: {error}"
         progress.advance(bar)
     return Measurements(
-        rows=[*(row for figure in figures for row in figure.rows()), *map(error_row, failures)],
+        rows=[*(row for figure in figures for row in figure.rows()), *map(error_row, failed)],
         config={"figures": [encode(figure) for figure in figures]},
         repeats=1,
-        notes=failures,
+        notes=failed,
     )
 
 
@@ -128,45 +129,39 @@ def table(measurements: Measurements) -> Table:
 def page(result: dict[str, Any]) -> str:
     """Return the document that is made from a stored result."""
     environment = result["environment"]
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     figures = figures_of(result["config"])
-    lines = [_INTRODUCTION, *_counts(figures), f"Versions: {versions}. Commit: {environment['commit']}.", ""]
+    lines = [
+        _INTRODUCTION,
+        _counts(figures),
+        "",
+        f"Versions: {versions(environment)}. Commit: {environment['commit']}.",
+        "",
+    ]
     by_system: dict[str, list[Figure]] = {}
     for figure in figures:
         by_system.setdefault(figure.system, []).append(figure)
     for system, theirs in by_system.items():
-        lines += [f"## {system}", "", f"{SOURCES[system]}.", "", *_markdown(theirs), ""]
-    lines += ["## Claims without a figure of ours", "", "| system | claim | published | why not |"]
-    lines += ["| --- | --- | --- | --- |", *(f"| {' | '.join(claim)} |" for claim in MISSING), ""]
-    errors = [row["case"] for row in result["rows"] if row["metric"] == "error"]
-    if errors:
-        notes = result.get("notes", {})
         lines += [
-            "## Not derived",
+            f"## {system}",
             "",
-            *(f"- {case}: {notes.get(case, 'for an unknown reason')}" for case in errors),
+            f"{SOURCES[system]}.",
+            "",
+            markdown(HEADER[1:], [figure.cells()[1:] for figure in theirs]),
             "",
         ]
+    missing = markdown(("system", "claim", "published", "why not"), MISSING)
+    lines += ["## Claims without a figure of ours", "", missing, "", *failures(result, "## Not derived")]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _counts(figures: list[Figure]) -> Iterator[str]:
+def _counts(figures: list[Figure]) -> str:
     """How many figures of each system have which verdict, as a table."""
     verdicts: tuple[Verdict, ...] = ("beaten", "matched", "not reached", "not comparable")
-    yield f"| system | {' | '.join(verdicts)} |"
-    yield f"| --- | {' | '.join('---' for _ in verdicts)} |"
+    lines = []
     for system in dict.fromkeys(figure.system for figure in figures):
         found = collections.Counter(figure.verdict for figure in figures if figure.system == system)
-        yield f"| {system} | {' | '.join(str(found[verdict]) for verdict in verdicts)} |"
-    yield ""
-
-
-def _markdown(figures: list[Figure]) -> Iterator[str]:
-    header = HEADER[1:]
-    yield f"| {' | '.join(header)} |"
-    yield f"| {' | '.join('---' for _ in header)} |"
-    for figure in figures:
-        yield f"| {' | '.join(figure.cells()[1:])} |"
+        lines.append((system, *(str(found[verdict]) for verdict in verdicts)))
+    return markdown(("system", *verdicts), lines)
 
 
 _INTRODUCTION = f"""# The papers' figures, without a GPU

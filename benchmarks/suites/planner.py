@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,7 @@ def run(options: Options, progress: Progress) -> Measurements:
     return Measurements(
         rows=[*_summary(ordered), *(row for cell in ordered for row in _rows(cell)), *map(error_row, failures)],
         config={
-            "cells": [cell.encoded() for cell in ordered],
-            "is_calibrated": True,
+            "cells": [asdict(cell) for cell in ordered],
             "code": code,
             "num_left": len(pairs) - len(found) - len(failures),
         },

@@ -19,7 +19,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -132,9 +132,9 @@ class _Known:
             ],
             config={
                 "jobs": [record.encoded() for record in self.records],
-                "sleeping": [outcome.encoded() for outcome in self.outcomes],
+                "sleeping": [asdict(outcome) for outcome in self.outcomes],
                 "contests": configs,
-                "contest_runs": [run.encoded() for run in self.runs],
+                "contest_runs": [asdict(run) for run in self.runs],
                 "load_average": self.load_average,
                 "code": self.code,
             },

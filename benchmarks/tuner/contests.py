@@ -20,7 +20,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as L
@@ -111,10 +111,6 @@ class Run:
     held_out_error: float | None
     load_average: float | None
     note: str = ""
-
-    def encoded(self) -> dict[str, Any]:
-        """The run as JSON-able data."""
-        return asdict(self)
 
 
 def num_runs(contest: Contest) -> int:

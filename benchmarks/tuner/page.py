@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.pairs import quartiles
 from benchmarks.results import Row
-from benchmarks.tables import goal_table
+from benchmarks.tables import failures, goal_table, machine, markdown, versions
 from benchmarks.tuner.contest_rows import contest_lines
 from benchmarks.tuner.contests import Run
 from benchmarks.tuner.pictures import picture_name, records_of
@@ -24,14 +24,12 @@ _UNKNOWN = "-"
 def page(result: dict[str, Any]) -> str:
     """Return the document that is made from a stored result."""
     environment, config = result["environment"], result["config"]
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    machine = f"{environment['processor']}, {environment['num_threads']} threads, {environment['system']}"
     load = "" if config["load_average"] is None else f"; load average at the start {config['load_average']:.1f}"
     load += f"; {config['remark']}" if config.get("remark") else ""  # written in by who ran it
     lines = [
         _INTRODUCTION,
-        f"Machine: {machine}{load}.",
-        f"Versions: {versions}. Commit: {environment['commit']}.",
+        f"Machine: {machine(environment)}{load}.",
+        f"Versions: {versions(environment)}. Commit: {environment['commit']}.",
         "",
         "## All goals",
         "",
@@ -45,9 +43,7 @@ def page(result: dict[str, Any]) -> str:
     lines += ["## Known curves", "", _KNOWN, "", *_sleeping(outcomes), ""]
     runs = [Run(**run) for run in config.get("contest_runs", ())]  # older results have none
     lines += contest_lines(runs, config.get("contests", ()))
-    errors = [row["case"] for row in result["rows"] if row["metric"] == "error"]
-    if errors:
-        lines += ["## Not measured", "", *(f"- {case}: {notes.get(case, 'for an unknown reason')}" for case in errors)]
+    lines += failures(result, "## Not measured")
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -56,7 +52,7 @@ def _job(record: Record, *, has_picture: bool) -> Iterator[str]:
     if has_picture:
         yield f"![Throughput and peak of {record.title} against batch size](images/{picture_name(record.key)})"
         yield ""
-    yield from ("### Throughput and peak", "", *_grid(record), "")
+    yield from ("### Throughput and peak", "", _grid(record), "")
     yield from ("### Trials", "", *_trials(record), "")
     target = record.config["target_loss"]
     yield from (f"### Time to a training loss of {target:g}", "", *_races(record), "")
@@ -101,15 +97,14 @@ def _choice(record: Record) -> Iterator[str]:
         yield f"- {result.note}"
 
 
-def _grid(record: Record) -> Iterator[str]:
+def _grid(record: Record) -> str:
     predicted, chosen = record.predicted(), record.result.batch_size
-    yield "| batch size | samples/s | predicted | step, quartiles | peak | predicted | recomputed | swapped |"
-    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    lines = []
     for found in record.measured:
         size = f"**{found.batch_size}**" if found.batch_size == chosen else str(found.batch_size)
         low, _, high = quartiles([seconds for steps in found.step_seconds for seconds in steps])
         speed, peak = predicted.get(found.batch_size, (None, None))
-        cells = (
+        lines.append((
             size if found.is_planned else f"{size} (plan not final)",
             f"{found.samples_per_second:.1f}",
             _UNKNOWN if speed is None else f"{speed:.1f}",
@@ -118,8 +113,9 @@ def _grid(record: Record) -> Iterator[str]:
             _bytes(peak),
             _bytes(found.recomputed_bytes),
             _bytes(found.swapped_bytes),
-        )
-        yield f"| {' | '.join(cells)} |"
+        ))  # fmt: skip
+    header = ("batch size", "samples/s", "predicted", "step, quartiles", "peak", "predicted", "recomputed", "swapped")
+    return markdown(header, lines)
 
 
 def _trials(record: Record) -> Iterator[str]:

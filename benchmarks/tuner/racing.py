@@ -12,7 +12,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as L
@@ -46,10 +46,6 @@ class Race:
     seconds: float
     num_steps: int
     loss: float
-
-    def encoded(self) -> dict[str, Any]:
-        """The race as JSON-able data."""
-        return asdict(self)
 
 
 class RunningMean:

@@ -69,7 +69,7 @@ class Record:
             "result": self.result.state_dict(),
             "measured": [asdict(measured) for measured in self.measured],
             "infeasible": list(self.infeasible),
-            "races": [race.encoded() for race in self.races],
+            "races": [asdict(race) for race in self.races],
         }
 
     @classmethod

@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -72,10 +72,6 @@ class Outcome:
     num_trials: int
     seconds: float
     error: str = ""
-
-    def encoded(self) -> dict[str, Any]:
-        """The outcome as JSON-able data."""
-        return asdict(self)
 
 
 class Sleeper(nn.Module):

@@ -66,7 +66,7 @@ def test_a_contest_goes_on_where_it_stopped(contest: Contest) -> None:
     whole = list(runs_left(contest, []))
     assert len(whole) == num_runs(contest)
     for number in range(len(whole)):
-        known = [Run(**json.loads(json.dumps(run.encoded()))) for run in whole[:number]]
+        known = [Run(**json.loads(json.dumps(dataclasses.asdict(run)))) for run in whole[:number]]
         assert [*known, *runs_left(contest, known)] == whole
 
 
@@ -145,7 +145,7 @@ def test_trainings_are_stored_as_they_end(tmp_path: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(contests_module, "_train", own)
     found = measured(tmp_path)
     runs = [Run(**run) for run in found.config["contest_runs"]]
-    assert [run.encoded() for run in runs[:3]] == stored["config"]["contest_runs"]
+    assert [dataclasses.asdict(run) for run in runs[:3]] == stored["config"]["contest_runs"]
     for contest in quick_contests():
         ours = [run for run in runs if run.contest == contest.job.key]
         assert {"grid", "base", "tuned"} <= {run.entrant for run in ours}
