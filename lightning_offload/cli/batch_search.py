@@ -64,45 +64,26 @@ def most_efficient(throughput: Callable[[int], float], low: int, high: int) -> i
     return best
 
 
-def smallest_within(throughput: Callable[[int], float], best: int, tolerance: float) -> int:
-    """The smallest batch size, up to the best one, that is within a tolerance of its throughput; to 2%.
+def farthest_within(throughput: Callable[[int], float], best: int, end: int, tolerance: float) -> int:
+    """The batch size farthest from the best one that is within a tolerance of its throughput; to 2%.
 
     Args:
-        throughput: Samples per second of a batch size; taken to grow up to the best one.
+        throughput: Samples per second of a batch size; taken to fall from the best one on.
         best: The batch size of the highest throughput.
+        end: Where to look: up to the largest that fits, or down to 0.
         tolerance: Share of that throughput which may be lost.
     """
     enough = (1 - tolerance) * throughput(best)
-    low, high = 0, best
-    while high - low > max(1, best // 50):
-        middle = (low + high) // 2
+    if end and throughput(end) >= enough:
+        return end
+    inside, outside = best, end
+    while abs(outside - inside) > max(1, max(best, inside) // 50):
+        middle = (inside + outside) // 2
         if throughput(middle) >= enough:
-            high = middle
+            inside = middle
         else:
-            low = middle
-    return high
-
-
-def largest_from(throughput: Callable[[int], float], best: int, high: int, tolerance: float) -> int:
-    """The largest batch size, from the best one, that is within a tolerance of its throughput; to 2%.
-
-    Args:
-        throughput: Samples per second of a batch size; taken to fall beyond the best one.
-        best: The batch size of the highest throughput.
-        high: The largest batch size that fits.
-        tolerance: Share of that throughput which may be lost.
-    """
-    enough = (1 - tolerance) * throughput(best)
-    if throughput(high) >= enough:
-        return high
-    low = best
-    while high - low > max(1, low // 50):
-        middle = (low + high) // 2
-        if throughput(middle) >= enough:
-            low = middle
-        else:
-            high = middle
-    return low
+            outside = middle
+    return inside
 
 
 def _geometric(low: int, high: int) -> list[int]:

@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 from typing import Any
 
-from lightning_offload.cli.batch_search import largest_from, largest_within, most_efficient, smallest_within
+from lightning_offload.cli.batch_search import farthest_within, largest_within, most_efficient
 from lightning_offload.cli.options import PlanOptions
 from lightning_offload.cli.output import Tell, console, progress, say, write_json
 from lightning_offload.cli.plan import planned
@@ -220,8 +220,8 @@ def _search(trials: SimulatedTrials, limit: int, tolerance: float, *, only_max: 
     found = {"plain": plain, "max": largest}
     if not only_max:
         found["best"] = most_efficient(trials.throughput, max(1, plain), largest)
-        found["efficient"] = smallest_within(trials.throughput, found["best"], tolerance)
-        found["largest_efficient"] = largest_from(trials.throughput, found["best"], largest, tolerance)
+        found["efficient"] = farthest_within(trials.throughput, found["best"], 0, tolerance)
+        found["largest_efficient"] = farthest_within(trials.throughput, found["best"], largest, tolerance)
     return found
 
 

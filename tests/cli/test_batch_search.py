@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_offload.cli.batch_search import largest_from, largest_within, most_efficient, smallest_within
+from lightning_offload.cli.batch_search import farthest_within, largest_within, most_efficient
 
 
 def counted(function: Callable[[int], float]) -> tuple[Callable[[int], float], set[int]]:
@@ -65,18 +65,18 @@ def test_the_most_efficient(subtests: pytest.Subtests) -> None:
 def test_a_range_of_one() -> None:
     """Where only one batch size fits, it is the answer."""
     assert most_efficient(float, 5, 5) == 5
-    assert smallest_within(float, 1, 0.03) == 1
-    assert largest_from(float, 5, 5, 0.03) == 5
+    assert farthest_within(float, 1, 0, 0.03) == 1
+    assert farthest_within(float, 5, 5, 0.03) == 5
 
 
 def test_the_smallest_within_a_tolerance() -> None:
     """Throughput that saturates: the size at which 3% are missing, to 2% of the best size."""
-    found = smallest_within(lambda batch: min(batch, 100) / 100, 200, 0.03)
+    found = farthest_within(lambda batch: min(batch, 100) / 100, 200, 0, 0.03)
     assert 97 <= found <= 97 + 4
 
 
 def test_the_largest_within_a_tolerance() -> None:
     """Throughput that falls beyond the best: the size at which 3% are missing; all of it if it never falls so far."""
-    found = largest_from(lambda batch: 1 - max(0, batch - 100) / 1000, 100, 1000, 0.03)
+    found = farthest_within(lambda batch: 1 - max(0, batch - 100) / 1000, 100, 1000, 0.03)
     assert 128 <= found <= 130
-    assert largest_from(lambda batch: 1.0, 100, 1000, 0.03) == 1000
+    assert farthest_within(lambda batch: 1.0, 100, 1000, 0.03) == 1000
