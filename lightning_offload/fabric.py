@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_offload.errors import UnsupportedError, check_keywords
-from lightning_offload.plugins.module_steps import ModuleMemoryPlugin
+from lightning_offload.plugins.module_steps import PLUGIN_KEYWORDS, ModuleMemoryPlugin
 from lightning_offload.plugins.settings import Budget
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class FabricOffloadMixin(_Base):
     def _allowed_keywords(self) -> set[str]:
         """Ours, those of the strategy, and those that it hands on to DistributedDataParallel unchecked."""
         parameters = inspect.signature(super().__init__).parameters
-        allowed = _KEYWORDS | {"budget", *parameters}
+        allowed = {"budget", *_KEYWORDS, *parameters}
         if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
             allowed |= inspect.signature(DistributedDataParallel).parameters.keys()
         return allowed - {"kwargs", "module"}
@@ -112,10 +112,7 @@ _NOTHING_SEEN = (
     "an optimizer stepped, but no model that was set up has been called with gradients, so no memory budget is kept: "
     "call the model itself, or put `with fabric.strategy.memory.step(batch):` around what you call in its place"
 )
-_KEYWORDS = {
-    "policy", "tier", "host_budget", "spill_dir", "plan", "keep", "enabled", "verify", "replace_checkpointing",
-    "chunked_loss",
-}  # fmt: skip
+_KEYWORDS = PLUGIN_KEYWORDS - {"budget", "device", "module"}  # of which Fabric has the last two
 
 
 class SingleDeviceMixin(FabricOffloadMixin, _SingleBase):

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from lightning_offload.errors import UnsupportedError
-from lightning_offload.strategies.mixin import CHECKPOINT_KEY, OffloadMixin, accept_built_classes, build
+from lightning_offload.strategies.mixin import OffloadMixin, build
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import SingleDeviceStrategy as _StrategyBase
 else:
     _StrategyBase = object  # the real base comes from the package in use, see building
-
-__all__ = ["CHECKPOINT_KEY", "OffloadStrategyMixin", "accept_built_classes", "build_strategy"]
 
 
 class OffloadStrategyMixin(OffloadMixin, _StrategyBase):

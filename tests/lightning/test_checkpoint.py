@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_offload import OffloadStrategy
-from lightning_offload.strategies.single_device import CHECKPOINT_KEY
+from lightning_offload.strategies.mixin import CHECKPOINT_KEY
 from tests.lightning.conftest import MakeTrainer
 from tests.lightning.models import ConvNet, assert_same, fit_and_read, images
 
