@@ -16,24 +16,7 @@ from torch.nn import functional as F
 
 from examples.models import plain, residual
 from examples.models.registry import Example, image_example
-
-
-class _Basic(nn.Module):
-    """Two 3x3 convolutions, added to the (projected) input."""
-
-    def __init__(self, in_channels: int, channels: int, stride: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(in_channels, channels, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(channels),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(channels, channels, 3, 1, 1, bias=False),
-            nn.BatchNorm2d(channels),
-        )
-        self.shortcut = _projection(in_channels, channels, stride)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu_(self.body(x) + self.shortcut(x))
+from tests.zoo.models.resnet import ResNet
 
 
 class _Bottleneck(nn.Module):
@@ -76,16 +59,6 @@ def _stem(channels: int) -> list[nn.Module]:
 
 def _classified(layers: list[nn.Module], channels: int) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000))
-
-
-def _basic_resnet(blocks: tuple[int, ...]) -> nn.Module:
-    """ResNet-18 and -34 (He et al., CVPR 2016)."""
-    layers, channels = _stem(64), 64
-    for index, num_blocks in enumerate(blocks):
-        for place in range(num_blocks):
-            layers.append(_Basic(channels, 64 << index, 2 if index and not place else 1))
-            channels = 64 << index
-    return _classified(layers, channels)
 
 
 def _bottleneck_resnet(width: int, groups: int) -> nn.Module:
@@ -380,8 +353,8 @@ MODELS: dict[str, Example] = {
     "vgg16": _classifier(plain.vgg16),
     "vgg16-bn": _classifier(plain.vgg16_bn),
     "vgg19": _classifier(plain.vgg19),
-    "resnet18": _classifier(functools.partial(_basic_resnet, (2, 2, 2, 2))),
-    "resnet34": _classifier(functools.partial(_basic_resnet, (3, 4, 6, 3))),
+    "resnet18": _classifier(functools.partial(ResNet, (2, 2, 2, 2), bottleneck=False)),
+    "resnet34": _classifier(functools.partial(ResNet, (3, 4, 6, 3), bottleneck=False)),
     "resnet50": _classifier(residual.resnet50),
     "resnet101": _classifier(residual.resnet101),
     "resnet152": _classifier(residual.resnet152),

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from examples.models import Example
 from examples.models.registry import image_example
+from tests.zoo.models.resnet import ResNet
 
 _Size = int | tuple[int, int]
 Layer = tuple[int, _Size] | tuple[int, _Size, int]
@@ -129,63 +130,44 @@ def inception_v4() -> nn.Module:
     return _classifier(features, 1536)
 
 
-class _Basic(nn.Module):
-    """Two 3x3 convolutions added to the input: activated after them, or before each in a wide network.
+class _Wide(nn.Module):
+    """BatchNorm, ReLU and a 3x3 convolution, twice, added to the input.
 
     Args:
         in_channels: Channels of the input.
         channels: Channels of the output.
         stride: Of the first convolution.
-        is_wide: Whether BatchNorm and ReLU come before each convolution.
     """
 
-    def __init__(self, in_channels: int, channels: int, stride: int, *, is_wide: bool) -> None:
+    def __init__(self, in_channels: int, channels: int, stride: int) -> None:
         super().__init__()
-        self.is_wide = is_wide
-        self.bn1, self.bn2 = nn.BatchNorm2d(in_channels if is_wide else channels), nn.BatchNorm2d(channels)
+        self.bn1, self.bn2 = nn.BatchNorm2d(in_channels), nn.BatchNorm2d(channels)
         self.conv1 = nn.Conv2d(in_channels, channels, 3, stride, 1, bias=False)
         self.conv2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False)
-        self.shortcut: nn.Module | None = None
-        if stride != 1 or in_channels != channels:
-            conv = nn.Conv2d(in_channels, channels, 1, stride, bias=False)
-            self.shortcut = conv if is_wide else nn.Sequential(conv, nn.BatchNorm2d(channels))
+        is_same = stride == 1 and in_channels == channels
+        self.shortcut = nn.Identity() if is_same else nn.Conv2d(in_channels, channels, 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        identity = x if self.shortcut is None else self.shortcut(x)
-        if self.is_wide:
-            out = self.conv1(F.relu(self.bn1(x), inplace=True))
-            out = self.conv2(F.relu(self.bn2(out), inplace=True))
-            out += identity
-            return out
-        out = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)), inplace=True)))
+        identity = self.shortcut(x)
+        out = self.conv1(F.relu(self.bn1(x), inplace=True))
+        out = self.conv2(F.relu(self.bn2(out), inplace=True))
         out += identity
-        return F.relu(out, inplace=True)
+        return out
 
 
-def _basic(stages: Sequence[tuple[int, int, int]], in_channels: int, *, is_wide: bool) -> list[nn.Module]:
-    """Stages of so many blocks, channels and stride."""
-    blocks: list[nn.Module] = []
-    for num_blocks, channels, stride in stages:
-        for position in range(num_blocks):
-            blocks.append(_Basic(in_channels, channels, stride if position == 0 else 1, is_wide=is_wide))
-            in_channels = channels
-    return blocks
-
-
-def resnet34() -> nn.Module:
-    """ResNet-34 (He et al., CVPR 2016)."""
-    stem = nn.Sequential(
-        nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
-    )  # fmt: skip
-    stages = _basic(((3, 64, 1), (4, 128, 2), (6, 256, 2), (3, 512, 2)), 64, is_wide=False)
-    return nn.Sequential(stem, *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 1000))
+resnet34 = functools.partial(ResNet, (3, 4, 6, 3), bottleneck=False)
+"""ResNet-34 (He et al., CVPR 2016)."""
 
 
 def wrn_28_10() -> nn.Module:
     """The wide residual network of 28 layers, ten times as wide, without dropout."""
-    stages = _basic(((4, 160, 1), (4, 320, 2), (4, 640, 2)), 16, is_wide=True)
+    blocks, in_channels = [], 16
+    for channels, stride in ((160, 1), (320, 2), (640, 2)):
+        for position in range(4):
+            blocks.append(_Wide(in_channels, channels, stride if position == 0 else 1))
+            in_channels = channels
     end = (nn.BatchNorm2d(640), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(640, 10))
-    return nn.Sequential(nn.Conv2d(3, 16, 3, 1, 1, bias=False), *stages, *end)
+    return nn.Sequential(nn.Conv2d(3, 16, 3, 1, 1, bias=False), *blocks, *end)
 
 
 class _LSTMLanguageModel(nn.Module):
