@@ -82,29 +82,35 @@ class Case:
 
 def all_cases(device: str, *, quick: bool) -> list[Case]:
     """Return every case, the most valuable first."""
-    contests = [_contest(model, device, quick) for model in _by_value()]
-    mixed = _contest("gpt2-medium", device, quick, precision="bf16", batch_size=16)
-    equal = _at_equal_memory("gpt2-medium", device, quick, precision="bf16", batch_size=16)
     searches = [
-        _search(model, cap_bytes, is_managed, device, quick)
+        _search(model, cap_bytes, is_managed, quick=quick)
         for cap_bytes in ((_QUICK_CAP_BYTES,) if quick else (16 * _GIB, 12 * _GIB))
         for model in ("resnet50", "resnet152")
         for is_managed in (False, True)
     ]
-    return [
-        _links("links", "measure", 25, device, quick),
-        _overhead("resnet50", 45, device, quick),
-        _overhead("gpt2-medium", 90, device, quick),
-        _activation_share(device, quick),
-        equal,
-        *_papers(device, quick),
-        _timeline("resnet152", "activations=0.4", 95, device, quick),
-        _timeline("gpt2-medium", "h=0.5", 75, device, quick, precision="bf16", batch_size=16),
-        *contests,
+    cases = [
+        Case(key="links", title="links", seconds=25, job=_job("links:measure")),
+        _overhead("resnet50", 45),
+        _overhead("gpt2-medium", 90),
+        _activation_share(),
+        _at_equal_memory("gpt2-medium", precision="bf16", batch_size=16),
+        *(setting.case() for setting in SETTINGS),
+        *(_depths(is_managed, quick=quick) for is_managed in (False, True)),
+        _timeline("resnet152", "activations=0.4", 95),
+        _timeline("gpt2-medium", "h=0.5", 75, precision="bf16", batch_size=16),
+        *map(_contest, _BY_VALUE),
         *searches,
-        _links("links-disk", "measure_disk", 30, device, quick),
-        mixed,
+        Case(key="links-disk", title="links-disk", seconds=30, job=_job("links:measure_disk")),
+        _contest("gpt2-medium", precision="bf16", batch_size=16),
     ]
+    return [dataclasses.replace(case, job=dataclasses.replace(case.job, device=device, quick=quick)) for case in cases]
+
+
+def _job(function: str, *, environment: Mapping[str, str] | None = None, **arguments: Any) -> Job:
+    """A job of a module of this package, on whatever device."""
+    return Job(
+        function=f"benchmarks.gpu.{function}", device="", arguments=arguments, environment=environment or {}
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,18 +139,12 @@ class Setting:
     cap_bytes: int | None = None
     cap_share: float | None = None
 
-    def case(self, device: str, *, quick: bool) -> Case:
+    def case(self) -> Case:
         """The case."""
-        cap_bytes = self.cap_bytes
-        if self.gpu:
-            cap_bytes = card_bytes(self.gpu)
-        arguments = {
-            "title": self.title, "network": self.network, "batch_size": self.batch_size,
-            "policies": list(self.policies), "cap_bytes": cap_bytes, "cap_share": self.cap_share,
-        }  # fmt: skip
-        job = Job(
-            function="benchmarks.gpu.paper:within_cap", device=device, quick=quick, arguments=arguments,
-            environment=_EXPANDABLE,
+        job = _job(
+            "paper:within_cap", environment=_EXPANDABLE, title=self.title, network=self.network,
+            batch_size=self.batch_size, policies=list(self.policies), cap_share=self.cap_share,
+            cap_bytes=card_bytes(self.gpu) if self.gpu else self.cap_bytes,
         )  # fmt: skip
         return Case(key=f"paper-{self.key}", title=self.title, seconds=self.seconds, job=job)
 
@@ -193,29 +193,24 @@ SETTINGS = (
 _EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
-def _papers(device: str, quick: bool) -> list[Case]:
-    return [
-        *(setting.case(device, quick=quick) for setting in SETTINGS),
-        *(_depths(is_managed, device, quick) for is_managed in (False, True)),
-    ]
-
-
-def _depths(is_managed: bool, device: str, quick: bool) -> Case:
+def _depths(is_managed: bool, *, quick: bool) -> Case:
     """Return the search for the deepest residual network of a batch of 16 in the memory of a K40c."""
     cap_bytes = _QUICK_CAP_BYTES // 2 if quick else card_bytes("k40c")
     kind = "managed" if is_managed else "plain"
     key = "paper-superneurons-depth"
-    job = Job(
-        function="benchmarks.gpu.paper:depth", device=device, quick=quick, environment=_EXPANDABLE,
-        arguments={"cap_bytes": cap_bytes, "batch_size": 16, "is_managed": is_managed},
+    job = _job(
+        "paper:depth", environment=_EXPANDABLE, cap_bytes=cap_bytes, batch_size=16, is_managed=is_managed
     )  # fmt: skip
-    first = (4 if quick else 1920) if is_managed else (4 if quick else 500)
     search = Search(
-        limit_bytes=cap_bytes, first=first, varies="depth", compared_with=f"{key}-plain" if is_managed else "",
-        config={"cap_bytes": cap_bytes, "optimizer": "SGD with momentum", "allocator": "expandable segments"},
+        limit_bytes=cap_bytes, first=4 if quick else 1920 if is_managed else 500, varies="depth",
+        compared_with=f"{key}-plain" if is_managed else "", config=_capped(cap_bytes),
     )  # fmt: skip
     title = f"SuperNeurons, deepest ResNet, b=16, {cap_bytes / _GIB:.1f} GiB, {kind}"
     return Case(key=f"{key}-{kind}", title=title, seconds=300 if is_managed else 60, job=job, search=search)
+
+
+def _capped(cap_bytes: int) -> dict[str, Any]:
+    return {"cap_bytes": cap_bytes, "optimizer": "SGD with momentum", "allocator": "expandable segments"}
 
 
 def chosen(cases: Sequence[Case], patterns: Sequence[str]) -> list[Case]:
@@ -230,99 +225,74 @@ def chosen(cases: Sequence[Case], patterns: Sequence[str]) -> list[Case]:
     return [case for case in cases if not patterns or any(fnmatchcase(case.key, p) for p in patterns)]
 
 
-def _by_value() -> list[str]:
-    return ["resnet50", "gpt2-medium", "resnet152", "bert-large", "vgg19", "vit-large"]
+_BY_VALUE = ("resnet50", "gpt2-medium", "resnet152", "bert-large", "vgg19", "vit-large")
 
 
-def _links(key: str, function: str, seconds: float, device: str, quick: bool) -> Case:
-    job = Job(function=f"benchmarks.gpu.links:{function}", device=device, quick=quick)
-    return Case(key=key, title=key, seconds=seconds, job=job)
-
-
-def _overhead(model: str, seconds: float, device: str, quick: bool) -> Case:
+def _overhead(model: str, seconds: float) -> Case:
+    job = _job(
+        "contest:contest", model=model, title=MODELS[model], budgets=[_ROOMY], peers=[], goals={_ROOMY: 1.01},
+        num_rounds=30,
+    )  # fmt: skip
     title = f"{MODELS[model]}, budget fits the plain step"
-    arguments = {
-        "model": model, "title": MODELS[model], "budgets": [_ROOMY], "peers": [], "goals": {_ROOMY: 1.01},
-        "num_rounds": 30,
-    }  # fmt: skip
-    job = Job(function="benchmarks.gpu.contest:contest", device=device, quick=quick, arguments=arguments)
     return Case(key=f"overhead-{model}", title=title, seconds=seconds, job=job)
 
 
-def _activation_share(device: str, quick: bool) -> Case:
+def _activation_share() -> Case:
+    share = "activations=0.4"
+    job = _job(
+        "contest:contest", model="resnet152", title="ResNet-152", budgets=[share], peers=[], goals={share: 1.08},
+        num_rounds=15,
+    )  # fmt: skip
     title = "ResNet-152, 40% of its activation bytes"
-    arguments = {
-        "model": "resnet152", "title": "ResNet-152", "budgets": ["activations=0.4"], "peers": [],
-        "goals": {"activations=0.4": 1.08}, "num_rounds": 15,
-    }  # fmt: skip
-    job = Job(function="benchmarks.gpu.contest:contest", device=device, quick=quick, arguments=arguments)
     return Case(key="activations-resnet152", title=title, seconds=50, job=job)
 
 
 def _timeline(
-    model: str,
-    budget: str,
-    seconds: float,
-    device: str,
-    quick: bool,
-    *,
-    precision: str = "fp32",
-    batch_size: int | None = None,
-) -> Case:
+    model: str, budget: str, seconds: float, *, precision: str = "fp32", batch_size: int | None = None
+) -> Case:  # fmt: skip
     suffix = "" if precision == "fp32" else f" {precision}"
-    arguments = {
-        "model": model, "title": f"{MODELS[model]}{suffix}", "budget": budget, "num_rounds": 10,
-        "precision": precision, "batch_size": batch_size,
-    }  # fmt: skip
-    job = Job(function="benchmarks.gpu.timeline:timeline", device=device, quick=quick, arguments=arguments)
+    title = f"{MODELS[model]}{suffix}"
+    job = _job(
+        "timeline:timeline", model=model, title=title, budget=budget, num_rounds=10, precision=precision,
+        batch_size=batch_size,
+    )  # fmt: skip
     key = f"timeline-{model}{suffix.replace(' ', '-')}"
-    return Case(key=key, title=f"{MODELS[model]}{suffix}, taken apart", seconds=seconds, job=job)
+    return Case(key=key, title=f"{title}, taken apart", seconds=seconds, job=job)
 
 
-def _at_equal_memory(model: str, device: str, quick: bool, *, precision: str, batch_size: int) -> Case:
+def _at_equal_memory(model: str, *, precision: str, batch_size: int) -> Case:
     """Return a contest with both kinds of checkpoints alone, at what each needs: the shortest one that is fair."""
     title = f"{MODELS[model]} {precision}, equal memory"
-    arguments = {
-        "model": model, "title": title, "budgets": [f"peak={name}" for name in _CHECKPOINTS],
-        "peers": list(_CHECKPOINTS), "num_rounds": 8, "precision": precision, "batch_size": batch_size,
-    }  # fmt: skip
-    job = Job(function="benchmarks.gpu.contest:contest", device=device, quick=quick, arguments=arguments)
+    job = _job(
+        "contest:contest", model=model, title=title, budgets=[f"peak={name}" for name in _CHECKPOINTS],
+        peers=list(_CHECKPOINTS), num_rounds=8, precision=precision, batch_size=batch_size,
+    )  # fmt: skip
     return Case(key=f"equal-{model}-{precision}", title=title, seconds=180, job=job)
 
 
-def _contest(model: str, device: str, quick: bool, *, precision: str = "fp32", batch_size: int | None = None) -> Case:
+def _contest(model: str, *, precision: str = "fp32", batch_size: int | None = None) -> Case:
     """Return a contest; in half precision a batch is larger, so that the device computes for as long as usual."""
     suffix = "" if precision == "fp32" else f" {precision}"
     title = f"{MODELS[model]}{suffix}"
-    arguments = {
-        "model": model, "title": title, "budgets": list(_BUDGETS), "peers": list(PEERS), "num_rounds": 8,
-        "precision": precision, "batch_size": batch_size,
-    }  # fmt: skip
-    job = Job(function="benchmarks.gpu.contest:contest", device=device, quick=quick, arguments=arguments)
-    return Case(
-        key=f"contest-{model}{suffix.replace(' ', '-')}",
-        title=title,
-        seconds=150 if precision == "fp32" else 340,
-        job=job,
-    )
+    job = _job(
+        "contest:contest", model=model, title=title, budgets=list(_BUDGETS), peers=list(PEERS), num_rounds=8,
+        precision=precision, batch_size=batch_size,
+    )  # fmt: skip
+    key = f"contest-{model}{suffix.replace(' ', '-')}"
+    return Case(key=key, title=title, seconds=150 if precision == "fp32" else 340, job=job)
 
 
-def _search(model: str, cap_bytes: int, is_managed: bool, device: str, quick: bool) -> Case:
+def _search(model: str, cap_bytes: int, is_managed: bool, *, quick: bool) -> Case:
     gib = cap_bytes / _GIB
     cap = f"{cap_bytes >> 20}MiB" if quick else f"{gib:.0f}GiB"
-    kinds = {False: "plain", True: "managed"}
+    kind = "managed" if is_managed else "plain"
     key = f"batch-{model}-{cap}"
-    first = 4 if quick else round(_FIRST_BATCH[model, is_managed] * gib / 12)
-    arguments = {"model": model, "cap_bytes": cap_bytes, "is_managed": is_managed}
-    job = Job(
-        function="benchmarks.gpu.max_batch:trial", device=device, quick=quick, arguments=arguments,
-        environment=_EXPANDABLE,
+    job = _job(
+        "max_batch:trial", environment=_EXPANDABLE, model=model, cap_bytes=cap_bytes, is_managed=is_managed
     )  # fmt: skip
     search = Search(
-        limit_bytes=cap_bytes,
-        first=first,
-        compared_with=f"{key}-plain" if is_managed else "",
-        config={"cap_bytes": cap_bytes, "optimizer": "SGD with momentum", "allocator": "expandable segments"},
-    )
-    title = f"{MODELS[model]}, largest batch in {cap}, {kinds[is_managed]}"
-    return Case(key=f"{key}-{kinds[is_managed]}", title=title, seconds=30, job=job, search=search)
+        limit_bytes=cap_bytes, first=4 if quick else round(_FIRST_BATCH[model, is_managed] * gib / 12),
+        compared_with=f"{key}-plain" if is_managed else "", config=_capped(cap_bytes),
+    )  # fmt: skip
+    title = f"{MODELS[model]}, largest batch in {cap}, {kind}"
+    return Case(key=f"{key}-{kind}", title=title, seconds=30, job=job, search=search)
