@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,17 @@ class Measurements:
     notes: dict[str, str] = field(default_factory=dict)
 
 
+def together(parts: Mapping[str, Measurements]) -> Measurements:
+    """Put what was measured in parts together: repeats are the fewest, configurations go by the parts' names."""
+    return Measurements(
+        rows=[row for part in parts.values() for row in part.rows],
+        config={name: part.config for name, part in parts.items() if part.config},
+        repeats=min((part.repeats for part in parts.values() if part.repeats), default=0),
+        spread={case: series for part in parts.values() for case, series in part.spread.items()},
+        notes={case: note for part in parts.values() for case, note in part.notes.items()},
+    )
+
+
 def error_row(case: str) -> Row:
     """Return the row that says that a case could not be measured."""
     return Row(case=case, metric=ERROR, value=1.0)
@@ -96,8 +107,19 @@ def result_path(suite: str, device: str, folder: Path = RESULTS_FOLDER) -> Path:
     return folder / f"{suite}-{slug}.json"
 
 
-def write_result(path: Path, suite: str, device: str, measurements: Measurements, environment: dict[str, Any]) -> None:
-    """Write a result with all that is needed to read it later."""
+def write_result(
+    path: Path, suite: str, device: str, measurements: Measurements, environment: dict[str, Any], **more: Any
+) -> None:
+    """Write a result with all that is needed to read it later, as a whole or not at all.
+
+    Args:
+        path: The file.
+        suite: Name of the suite.
+        device: What was measured.
+        measurements: What came out.
+        environment: Versions and the like.
+        more: What else a suite keeps there.
+    """
     content = {
         "suite": suite,
         "device": device,
@@ -107,21 +129,25 @@ def write_result(path: Path, suite: str, device: str, measurements: Measurements
         "rows": [asdict(row) for row in measurements.rows],
         "spread": measurements.spread,
         **({"notes": measurements.notes} if measurements.notes else {}),
+        **more,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(path)
 
 
-def draw_stored(suite: str, draw: Callable[[dict[str, Any]], Path]) -> int:
-    """Draw the picture of a suite's stored result; returns an exit status.
+def draw_stored(suite: str, draw: Callable[[dict[str, Any]], list[Path]]) -> int:
+    """Draw the pictures of a suite's stored result; returns an exit status.
 
     Args:
         suite: Which; what it measured on a CPU is drawn.
-        draw: Draws the picture of a result's config and returns where it is.
+        draw: Draws the pictures of a result's config and returns where they are.
     """
     path = result_path(suite, "cpu")
     if not path.exists():
         print(f"error: there is no {path}: run `python -m benchmarks {suite}` first", file=sys.stderr)
         return 2
-    print(f"wrote {draw(json.loads(path.read_text(encoding='utf-8'))['config'])}")
+    for drawn in draw(json.loads(path.read_text(encoding="utf-8"))["config"]):
+        print(f"wrote {drawn}")
     return 0

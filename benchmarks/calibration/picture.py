@@ -64,4 +64,4 @@ def draw(checked: list[dict[str, Any]], path: Path = PICTURE) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(draw_stored("calibration", lambda config: draw(config["checked"])))
+    sys.exit(draw_stored("calibration", lambda config: [draw(config["checked"])]))

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.results import Measurements, Row, error_row
+from benchmarks.results import Measurements, Row, error_row, together, write_result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,36 +90,14 @@ class Store:
     @property
     def measured(self) -> Measurements:
         """All cases together."""
-        known = [self.results[key].measured for key in self._keys()]
-        return Measurements(
-            rows=[row for part in known for row in part.rows],
-            config={
-                key: self.results[key].measured.config for key in self._keys() if self.results[key].state == "done"
-            },
-            repeats=min((part.repeats for part in known if part.repeats), default=0),
-            spread={title: series for part in known for title, series in part.spread.items()},
-            notes={title: note for part in known for title, note in part.notes.items()},
-        )
+        return together({key: self.results[key].measured for key in self._keys()})
 
     def save(self) -> None:
-        """Write the file, as a whole or not at all."""
-        measured = self.measured
-        content = {
-            "suite": self.suite,
-            "device": self.device,
-            "environment": self.environment,
-            "config": measured.config,
-            "repeats": measured.repeats,
-            "rows": [asdict(row) for row in measured.rows],
-            "spread": measured.spread,
-            "notes": measured.notes,
-            "cases": {key: _entry_of(self.results[key]) for key in self._keys()},
-            "trials": self.trials,
-        }
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self.path.with_suffix(".part")
-        unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        unfinished.replace(self.path)
+        """Write the file."""
+        cases = {key: _entry_of(self.results[key]) for key in self._keys()}
+        write_result(
+            self.path, self.suite, self.device, self.measured, self.environment, cases=cases, trials=self.trials
+        )  # fmt: skip
 
     def _keys(self) -> list[str]:
         """Keys of what is known, those of cases that are not there any more at the end."""

@@ -17,8 +17,8 @@ nothing but the same.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from benchmarks.results import Row
 from lightning_offload.units import format_bytes
@@ -152,13 +152,3 @@ def _over(ours: float, claim: float, better: Better) -> float:
 
 HEADER = ("system", "figure", "setting", "published", "ours", "verdict", "how", "note")
 """Names of a line's cells."""
-
-
-def encode(figure: Figure) -> dict[str, Any]:
-    """Return the figure ready for JSON."""
-    return asdict(figure)
-
-
-def decode(data: dict[str, Any]) -> Figure:
-    """Return the figure that :func:`encode` wrote."""
-    return Figure(**data)

@@ -59,4 +59,4 @@ def draw(runs: list[dict[str, Any]], path: Path = PICTURE) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(draw_stored("shapes", lambda config: draw(config["runs"])))
+    sys.exit(draw_stored("shapes", lambda config: [draw(config["runs"])]))

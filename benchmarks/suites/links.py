@@ -7,7 +7,7 @@ from rich.progress import Progress
 
 from benchmarks import environment
 from benchmarks.gpu.links import measure, measure_disk
-from benchmarks.results import Measurements, Options
+from benchmarks.results import Measurements, Options, together
 
 TITLE = "Links"
 
@@ -20,10 +20,4 @@ def run(options: Options, progress: Progress) -> Measurements:
     for name, part in {"host": measure, "disk": measure_disk}.items():
         parts[name] = part(device, quick=options.quick)
         progress.advance(task)
-    return Measurements(
-        rows=[row for part in parts.values() for row in part.rows],
-        config={name: part.config for name, part in parts.items()},
-        repeats=min(part.repeats for part in parts.values()),
-        spread={case: series for part in parts.values() for case, series in part.spread.items()},
-        notes={case: note for part in parts.values() for case, note in part.notes.items()},
-    )
+    return together(parts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 from rich.progress import Progress
@@ -16,7 +17,7 @@ from rich.table import Table
 
 from benchmarks.papers import captures, rows_batch, rows_depth, rows_layers, rows_time
 from benchmarks.papers.captures import GIB
-from benchmarks.papers.figures import HEADER, Figure, Verdict, decode, encode
+from benchmarks.papers.figures import HEADER, Figure, Verdict
 from benchmarks.results import Measurements, Options, error_row
 from benchmarks.tables import failures, markdown, versions
 
@@ -101,7 +102,7 @@ def run(options: Options, progress: Progress) -> Measurements:
         progress.advance(bar)
     return Measurements(
         rows=[*(row for figure in figures for row in figure.rows()), *map(error_row, failed)],
-        config={"figures": [encode(figure) for figure in figures]},
+        config={"figures": [asdict(figure) for figure in figures]},
         repeats=1,
         notes=failed,
     )
@@ -109,7 +110,7 @@ def run(options: Options, progress: Progress) -> Measurements:
 
 def figures_of(config: dict[str, Any]) -> list[Figure]:
     """Return the figures of a result."""
-    return [decode(data) for data in config["figures"]]
+    return [Figure(**data) for data in config["figures"]]
 
 
 def table(measurements: Measurements) -> Table:
