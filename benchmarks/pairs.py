@@ -8,13 +8,16 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from rich.progress import Progress, TaskID
 
+from benchmarks.results import Row
 from examples.demo.pairs import PairedTimes, Ratio, ratio_of
 
-__all__ = ["PairedTimes", "Ratio", "quartiles", "ratio_of", "synchronize", "time_pairs", "time_rounds"]
+__all__ = ["Collector", "PairedTimes", "Ratio", "quartiles", "ratio_of", "synchronize", "time_pairs", "time_rounds"]
 
 
 def time_pairs(
@@ -98,6 +101,52 @@ def time_rounds(
             else:
                 seconds[name].append((clock() - start) / num_steps)
     return seconds
+
+
+@dataclass(kw_only=True)
+class Collector:
+    """Gathers what comparisons of two kinds of step give, as rows.
+
+    Attributes:
+        num_pairs: Pairs of steps per comparison.
+        progress: Where they are shown.
+        task: Whose bar goes on by one with every pair.
+        clock: Tells the time in seconds.
+        rows: The figures.
+        spread: Quartiles of step times, by case.
+    """
+
+    num_pairs: int
+    progress: Progress
+    task: TaskID
+    clock: Callable[[], float] = time.perf_counter
+    rows: list[Row] = field(default_factory=list)
+    spread: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+
+    def time(
+        self,
+        case: str,
+        plain: Callable[[], None],
+        other: Callable[[], None],
+        goal: float | None,
+        prepare: Callable[[], None] = lambda: None,
+    ) -> PairedTimes:
+        """Time pairs, as :func:`time_pairs` does, and note ratio, interval and step times."""
+        times = time_pairs(
+            plain, other, num_pairs=self.num_pairs, prepare=prepare, clock=self.clock,
+            advance=lambda: self.progress.advance(self.task),
+        )  # fmt: skip
+        ratio = ratio_of(times)
+        self.rows.append(Row(case=case, metric="ratio", value=ratio.median, goal=goal))
+        self.note(case, ratio_low=ratio.low, ratio_high=ratio.high)
+        series = {"plain_step_seconds": times.plain_seconds, "step_seconds": times.other_seconds}
+        self.spread[case] = {name: quartiles(seconds) for name, seconds in series.items()}
+        self.note(case, **{name: middle for name, (_, middle, _) in self.spread[case].items()})
+        return times
+
+    def note(self, case: str, **figures: float) -> None:
+        """Add figures for reading."""
+        self.rows += [Row(case=case, metric=metric, value=value) for metric, value in figures.items()]
 
 
 def quartiles(seconds: Sequence[float]) -> list[float]:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from examples.demo.data import NUM_CLASSES, load_images
 from examples.models import ResNet
@@ -117,16 +116,11 @@ def plan_steps(memory: MemoryPlugin, step: Callable[[], None], *, at_least: int 
     raise RuntimeError(f"no final plan after {_MAX_PLANNING_STEPS} steps, but '{phase}'; is LIGHTNING_OFFLOAD=0 set?")
 
 
-def demo_resnet(device: torch.device, *, quick: bool, checkpointed: bool = False) -> Workload:
-    """Return the demo's ResNet-50 on its digits, with per-block checkpointing on request."""
+def demo_resnet(device: torch.device, *, quick: bool) -> Workload:
+    """Return the demo's ResNet-50 on its digits."""
     batch_size, size, width, blocks = (4, 32, 8, (1, 1)) if quick else (64, 64, 64, (3, 4, 6, 3))
     torch.manual_seed(0)
     model = ResNet(blocks, num_classes=NUM_CLASSES, width=width)
-    if checkpointed:
-        for stage in model.stages:
-            assert isinstance(stage, nn.Sequential)
-            for index, block in enumerate(stage):
-                stage[index] = _Checkpointed(block)
     images, labels = (tensor.clone() for tensor in load_images(size, limit=batch_size))  # a batch is the device's
     return Workload(
         model=model.to(device),
@@ -240,21 +234,16 @@ class _ManyOps(nn.Module):
         return x
 
 
-def small_layers(device: torch.device, *, quick: bool, checkpointed: bool = False) -> Workload:
+def small_layers(device: torch.device, *, quick: bool) -> Workload:
     """Return a stack of transformer layers whose every op is tiny, dropout on.
 
     Args:
         device: Where it runs.
         quick: Whether two layers will do.
-        checkpointed: Whether each layer is computed again in backward.
     """
     num_layers, width, batch_size, length = (2 if quick else 24), 16, 4, 8
     torch.manual_seed(0)
-    layers: list[nn.Module] = [
-        nn.TransformerEncoderLayer(width, 2, 2 * width, batch_first=True) for _ in range(num_layers)
-    ]
-    if checkpointed:
-        layers = [_Checkpointed(layer) for layer in layers]
+    layers = [nn.TransformerEncoderLayer(width, 2, 2 * width, batch_first=True) for _ in range(num_layers)]
     return Workload(
         model=nn.Sequential(*layers).to(device),
         batch=(torch.randn(batch_size, length, width, device=device),),
@@ -296,18 +285,6 @@ class _Recurrence(nn.Module):
             gate = torch.sigmoid(gate)
             state = (1 - gate) * torch.tanh(new) + gate * state
         return state
-
-
-class _Checkpointed(nn.Module):
-    """A module whose insides are computed again in backward, by PyTorch's own means."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = checkpoint(self.module, x, use_reentrant=False)
-        return result
 
 
 class _OpCounter(TorchDispatchMode):

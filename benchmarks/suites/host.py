@@ -26,8 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from benchmarks import environment, workloads
-from benchmarks.pairs import quartiles, ratio_of, time_pairs
-from benchmarks.results import Measurements, Options, Row
+from benchmarks.checkpoints import BlockCheckpoints
+from benchmarks.pairs import Collector, time_pairs
+from benchmarks.results import Measurements, Options
 from benchmarks.workloads import Workload, plan_steps
 from lightning_offload import MemoryPlugin
 
@@ -63,24 +64,14 @@ def _measure(options: Options, progress: Progress) -> Measurements:
     make = functools.partial(workloads.small_layers, device, quick=options.quick)
     rivals = _rivals(make, device)
     task = progress.add_task("host", total=(len(_CASES) + len(rivals)) * options.num_pairs)
-    rows: list[Row] = []
-    spread: dict[str, dict[str, list[float]]] = {}
+    collector = Collector(num_pairs=options.num_pairs, progress=progress, task=task, clock=time.process_time)
 
     def compare(case: str, plain: Callable[[], None], step: Callable[[], None], goal: float | None) -> None:
         progress.update(task, description=case)
         for _ in range(_NUM_WARMUP_STEPS):
             plain()
             step()
-        times = time_pairs(
-            plain, step, num_pairs=options.num_pairs, advance=lambda: progress.advance(task), clock=time.process_time
-        )
-        ratio = ratio_of(times)
-        series = {"plain_step_seconds": times.plain_seconds, "step_seconds": times.other_seconds}
-        spread[case] = {name: quartiles(seconds) for name, seconds in series.items()}
-        figures = {"ratio_low": ratio.low, "ratio_high": ratio.high}
-        figures |= {name: middle for name, (_, middle, _) in spread[case].items()}
-        rows.append(Row(case=case, metric="ratio", value=ratio.median, goal=goal))
-        rows.extend(Row(case=case, metric=metric, value=value) for metric, value in figures.items())
+        collector.time(case, plain, step, goal)
 
     for case, (policy, height, goal) in _CASES.items():
         plain, managed = make(), make()
@@ -93,12 +84,12 @@ def _measure(options: Options, progress: Progress) -> Measurements:
             compare(case, plain.step, step, goal)
             report = memory.report()
         if mean is not None:
-            rows.append(Row(case=case, metric="mean_ratio", value=mean))
-        for metric in ("swapped_bytes", "recomputed_bytes"):
-            rows.append(Row(case=case, metric=metric, value=getattr(report, metric)))
+            collector.note(case, mean_ratio=mean)
+        collector.note(case, swapped_bytes=report.swapped_bytes, recomputed_bytes=report.recomputed_bytes)
     for case, rival in rivals.items():
         compare(case, make().step, rival, None)
-    return Measurements(rows=rows, config={"small_layers": make().config}, repeats=options.num_pairs, spread=spread)
+    config = {"small_layers": make().config}
+    return Measurements(rows=collector.rows, config=config, repeats=options.num_pairs, spread=collector.spread)
 
 
 def _mean_ratio(plain: Callable[[], None], step: Callable[[], None], *, quick: bool) -> float:
@@ -108,13 +99,14 @@ def _mean_ratio(plain: Callable[[], None], step: Callable[[], None], *, quick: b
     return sum(times.other_seconds) / sum(times.plain_seconds)
 
 
-def _rivals(make: Callable[..., Workload], device: torch.device) -> dict[str, Callable[[], None]]:
+def _rivals(make: Callable[[], Workload], device: torch.device) -> dict[str, Callable[[], None]]:
     """By name: what else steps the net."""
-    checkpointed, offloaded, hooked, watched = make(checkpointed=True), make(), make(), make()
+    checkpointed, offloaded, hooked, watched = make(), make(), make(), make()
+    checkpoints = BlockCheckpoints(list(checkpointed.model.children()))
     on_cpu = functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=device.type == "cuda")
     idly = functools.partial(_doing_nothing, watched.model)
     return {
-        "torch, checkpoint per layer": checkpointed.step,
+        "torch, checkpoint per layer": functools.partial(checkpointed.step, checkpoints.on),
         "torch, save_on_cpu": functools.partial(offloaded.step, on_cpu),
         "hooks that do nothing": functools.partial(hooked.step, _hooks_doing_nothing),
         "a mode and hooks that do nothing": functools.partial(watched.step, idly),

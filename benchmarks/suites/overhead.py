@@ -11,16 +11,16 @@ import functools
 import statistics
 import tempfile
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.progress import Progress, TaskID
+from rich.progress import Progress
 
 from benchmarks import environment, workloads
+from benchmarks.checkpoints import BlockCheckpoints, blocks_of
 from benchmarks.gpu.memory import measure_peak
-from benchmarks.pairs import PairedTimes, quartiles, ratio_of, time_pairs
+from benchmarks.pairs import Collector, quartiles
 from benchmarks.results import Measurements, Options, Row
 from benchmarks.workloads import Limits, Workload, plan_steps
 from lightning_offload import MemoryPlugin
@@ -47,45 +47,11 @@ _Make = Callable[[], Workload]
 _Context = Callable[[], AbstractContextManager[object]]
 
 
-@dataclass(kw_only=True)
-class _Collector:
-    """Gathers rows while the cases run."""
-
-    options: Options
-    progress: Progress
-    task: TaskID
-    rows: list[Row] = field(default_factory=list)
-    spread: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-
-    def time(
-        self,
-        case: str,
-        plain: Callable[[], None],
-        other: Callable[[], None],
-        goal: float | None,
-        prepare: Callable[[], None] = lambda: None,
-    ) -> PairedTimes:
-        """Time pairs and note ratio, interval and step times."""
-        advance = functools.partial(self.progress.advance, self.task)
-        times = time_pairs(plain, other, num_pairs=self.options.num_pairs, prepare=prepare, advance=advance)
-        ratio = ratio_of(times)
-        self.rows.append(Row(case=case, metric="ratio", value=ratio.median, goal=goal))
-        self.note(case, ratio_low=ratio.low, ratio_high=ratio.high)
-        series = {"plain_step_seconds": times.plain_seconds, "step_seconds": times.other_seconds}
-        self.spread[case] = {name: quartiles(seconds) for name, seconds in series.items()}
-        self.note(case, **{name: middle for name, (_, middle, _) in self.spread[case].items()})
-        return times
-
-    def note(self, case: str, **figures: float) -> None:
-        """Add figures for reading."""
-        self.rows += [Row(case=case, metric=metric, value=value) for metric, value in figures.items()]
-
-
 def run(options: Options, progress: Progress) -> Measurements:
     """Measure all cases; see the module's description."""
     device, quick = environment.device(), options.quick
     task = progress.add_task("overhead", total=_NUM_CASES * options.num_pairs)
-    collector = _Collector(options=options, progress=progress, task=task)
+    collector = Collector(num_pairs=options.num_pairs, progress=progress, task=task)
     resnet = functools.partial(workloads.demo_resnet, device, quick=quick)
     gpt2 = functools.partial(workloads.gpt2, device, quick=quick)
     tiny = functools.partial(workloads.many_ops, device, num_elements=_TINY_ELEMENTS, quick=quick)
@@ -98,10 +64,9 @@ def run(options: Options, progress: Progress) -> Measurements:
     for policy in ("auto", "all-swap"):
         case = f"ResNet-50 on disk, a quarter of the way up from the floor, {policy}"
         _managed(collector, case, resnet, 0.25, None, policy=policy, tier="disk")
-    checkpointed = functools.partial(resnet, checkpointed=True)
-    _peer(collector, "ResNet-50, checkpoint per block", resnet, checkpointed, nullcontext, limits)
+    _peer(collector, "ResNet-50, checkpoint per block", resnet, _checkpoint, limits)
     on_cpu = functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=device.type == "cuda")
-    _peer(collector, "ResNet-50, save_on_cpu", resnet, resnet, on_cpu, limits)
+    _peer(collector, "ResNet-50, save_on_cpu", resnet, lambda _: on_cpu, limits)
     _managed(collector, "tiny ops, all kept", tiny, None, None, per_op=True)
     _managed(collector, "small ops, half of the savings", small, 0.5, None, per_op=True)
 
@@ -116,7 +81,7 @@ def run(options: Options, progress: Progress) -> Measurements:
 
 
 def _managed(
-    collector: _Collector,
+    collector: Collector,
     case: str,
     make: _Make,
     height: float | None,
@@ -160,7 +125,7 @@ def _managed(
     return limits
 
 
-def _recording(collector: _Collector, case: str, make: _Make) -> None:
+def _recording(collector: Collector, case: str, make: _Make) -> None:
     """Compare a plain step with the first of its kind, which is recorded; each is, as the one before is forgotten."""
     collector.progress.update(collector.task, description=case)
     plain, managed = make(), make()
@@ -183,7 +148,7 @@ def _recording(collector: _Collector, case: str, make: _Make) -> None:
     collector.rows.append(Row(case=case, metric=metric, value=microseconds["recording"], goal=_RECORDING_GOAL))
 
 
-def _note_disk(collector: _Collector, case: str, memory: MemoryPlugin, step: Callable[[], None]) -> None:
+def _note_disk(collector: Collector, case: str, memory: MemoryPlugin, step: Callable[[], None]) -> None:
     """Note how much of the time that the disk takes is waited for, over a few steps."""
     stalls = []
     for _ in range(_NUM_STALL_STEPS):
@@ -204,17 +169,21 @@ def _note_disk(collector: _Collector, case: str, memory: MemoryPlugin, step: Cal
 
 
 def _peer(
-    collector: _Collector, case: str, make_plain: _Make, make_peer: _Make, context: _Context, limits: Limits
+    collector: Collector, case: str, make: _Make, context_of: Callable[[Workload], _Context], limits: Limits
 ) -> None:
     """Compare a plain step with another way to save memory."""
     collector.progress.update(collector.task, description=case)
-    plain, peer = make_plain(), make_peer()
+    plain, peer = make(), make()
     _warm_up(plain.step)
-    step = functools.partial(peer.step, context)
+    step = functools.partial(peer.step, context_of(peer))
     _warm_up(step)
     collector.time(case, plain.step, step, None)
     peak_bytes = measure_peak(peer, step).allocated_bytes
     collector.note(case, peak_bytes=peak_bytes, peak_share=limits.height(peak_bytes))
+
+
+def _checkpoint(workload: Workload) -> _Context:
+    return BlockCheckpoints(blocks_of(workload.model)).on
 
 
 def _warm_up(step: Callable[[], None]) -> None:
@@ -222,7 +191,7 @@ def _warm_up(step: Callable[[], None]) -> None:
         step()
 
 
-def _note_report(collector: _Collector, case: str, report: Report, limits: Limits, peak_bytes: int) -> None:
+def _note_report(collector: Collector, case: str, report: Report, limits: Limits, peak_bytes: int) -> None:
     """Note the plan's figures, of which those not known are left out."""
     figures = {
         "budget_bytes": report.budget_bytes,
