@@ -168,7 +168,6 @@ def within_cap(
     policies: Sequence[str],
     cap_bytes: int | None = None,
     cap_share: float | None = None,
-    has_reference: bool = True,
 ) -> Measurements:
     """Train plainly on the whole device, then within a cap: plainly and by policies.
 
@@ -181,7 +180,6 @@ def within_cap(
         policies: Who plans, one after the other.
         cap_bytes: What the process may reserve on the device beside its context.
         cap_share: The same as a share of plain training's own peak, in place of it.
-        has_reference: Whether plain training fits the whole device, as far as is known.
     """
     _hold_to_same_bits()
     training = _Training(example_of(network, quick=quick), device, _QUICK_BATCH_SIZE if quick else batch_size)
@@ -214,8 +212,7 @@ def within_cap(
         return found
 
     plain: _Trained | None = None
-    if has_reference or quick:
-        plain = tried("plain, the whole device", training.train)
+    plain = tried("plain, the whole device", training.train)
     if quick and plain is not None:
         cap_bytes, cap_share = round(_QUICK_SHARE * plain.peak.allocated_bytes), None
     if cap_share is not None:

@@ -202,20 +202,16 @@ def _token_example(build: Callable[[], nn.Module], vocabulary: int, length: int)
     return Example(build=build, inputs=inputs, loss=loss, batch_size=32)
 
 
-def lstm_example(layers: int, *, hidden: int = 1024, vocabulary: int = 16_000, length: int = 20) -> Example:
+def _lstm_example(layers: int) -> Example:
     """A language model of LSTM layers."""
-    return _token_example(functools.partial(_LSTMLanguageModel, vocabulary, hidden, layers), vocabulary, length)
+    return _token_example(functools.partial(_LSTMLanguageModel, 16_000, 1024, layers), 16_000, 20)
 
 
 def _bert_base() -> nn.Module:
+    """BERT-base with its masked-language-model head (Devlin et al., NAACL 2019)."""
     from transformers import BertConfig, BertForMaskedLM
 
     return BertForMaskedLM(BertConfig(attn_implementation="eager"))
-
-
-def bert_example(length: int = 128) -> Example:
-    """BERT-base with its masked-language-model head (Devlin et al., NAACL 2019)."""
-    return _token_example(_bert_base, 30_522, length)
 
 
 NETWORKS: dict[str, Example] = {
@@ -223,7 +219,7 @@ NETWORKS: dict[str, Example] = {
     "inception-v4": image_example(inception_v4, 32, side=299),
     "resnet34": image_example(resnet34, 64),
     "wrn-28-10": image_example(wrn_28_10, 64, side=32, num_classes=10),
-    "bert-base": bert_example(),
-    **{f"lstm-{layers}": lstm_example(layers) for layers in (1, 4, 8, 16)},
+    "bert-base": _token_example(_bert_base, 30_522, 128),
+    **{f"lstm-{layers}": _lstm_example(layers) for layers in (1, 4, 8, 16)},
 }
 """By name, those of the examples aside."""

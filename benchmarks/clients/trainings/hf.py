@@ -48,9 +48,9 @@ class Examples(Dataset[dict[str, Tensor]]):
         return {name: column[index] for name, column in self._columns.items()}
 
 
-def tokens(num_examples: int, length: int, num_tokens: int = 256) -> Tensor:
+def tokens(num_examples: int, length: int) -> Tensor:
     """Tokens that can be learned: each row counts on from its first."""
-    return (torch.randint(0, num_tokens, (num_examples, 1)) + torch.arange(length)) % num_tokens
+    return (torch.randint(0, 256, (num_examples, 1)) + torch.arange(length)) % 256
 
 
 def train(model: nn.Module, examples: Examples, budget: str | None, folder: Path, batch_size: int) -> nn.Module:
