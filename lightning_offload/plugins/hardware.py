@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -132,7 +133,7 @@ class Hardware:
         self._has_adapted = False
         self._refusals = self._refused_now()
         self._refused_demand: tuple[int, int] | None = None
-        self._wanted: dict[str, Mapping[Tier, int]] = {}
+        self._wanted: weakref.WeakKeyDictionary[object, Mapping[Tier, int]] = weakref.WeakKeyDictionary()
         self._demand: tuple[int, int] | None = None
 
     def go_on_from(self, earlier: Hardware) -> None:
@@ -213,20 +214,20 @@ class Hardware:
         host = self.tiers.host
         return (host.is_pinning_refused, host.is_refused, self._has_disk())
 
-    def prepare(self, kind: str, layout: Layout) -> bool:
+    def prepare(self, source: object, layout: Layout) -> bool:
         """Have room for what any kind of step swaps; False where there is less than planned, and plans are made again.
 
         Tells so once for the same demand: a plan that stands all the same runs with the room that there is.
 
         Args:
-            kind: The kind of step that is about to run.
+            source: Where the plan of the step that is about to run comes from: its wish counts while that lives.
             layout: What its plan puts where.
 
         Raises:
             SpillError: The disk has no room, and only disk may be used.
         """
-        if self._wanted.get(kind) != layout.tier_bytes:
-            self._wanted[kind], self._demand = layout.tier_bytes, None
+        if self._wanted.get(source) != layout.tier_bytes:
+            self._wanted[source], self._demand = layout.tier_bytes, None
         try:
             has_room = self.tiers.prepare(*self._most())
         except SpillError as error:
@@ -239,16 +240,10 @@ class Hardware:
         self.version += 1
         return False
 
-    def forget(self, kinds: Iterable[str]) -> None:
-        """Drop what kinds of step asked for that are gone."""
-        for kind in kinds:
-            if self._wanted.pop(kind, None) is not None:
-                self._demand = None
-
     def _most(self) -> tuple[int, int]:
         """Of host and disk, what any kind of step asks for."""
         if self._demand is None:
-            wanted = self._wanted.values()
+            wanted = list(self._wanted.values())
             host_bytes = max((tiers.get("host", 0) for tiers in wanted), default=0)
             self._demand = host_bytes, max((tiers.get("disk", 0) for tiers in wanted), default=0)
         return self._demand

@@ -425,11 +425,10 @@ def _take_recording(entry: PlanEntry, shown: StepShown, recording: Recording) ->
 # ---- plans
 
 
-def ensure_plan(key: str, entry: PlanEntry, hardware: Hardware, state: PersistentState, settings: Settings) -> None:
+def ensure_plan(entry: PlanEntry, hardware: Hardware, state: PersistentState, settings: Settings) -> None:
     """Have a plan for a recorded specialization, for the state and the hardware that there are now, and room for it.
 
     Args:
-        key: What the specialization is known by.
         entry: The specialization.
         hardware: Where it runs.
         state: What is on the device beside it.
@@ -464,7 +463,7 @@ def ensure_plan(key: str, entry: PlanEntry, hardware: Hardware, state: Persisten
             spec = shared_spec(hardware.planning_spec(entry.saved_bytes), entry.graph, hardware.device)
             make_plan(entry, spec, hardware.budget_bytes, settings.policy, settings.keep)
         assert entry.program is not None
-        if entry.phase == "unplanned" or hardware.prepare(key, entry.program.layout):
+        if entry.phase == "unplanned" or hardware.prepare(entry.source, entry.program.layout):
             break  # steps without a plan go on with the slabs that they have made
 
 

@@ -212,7 +212,6 @@ class PlanCache:
         self.is_first_sight = False
         self.num_steps = 0
         self.num_planned = 0
-        self._dropped: set[str] = set()
         self._shape: StepShape | None = None
         self._last_of: dict[str, PlanEntry] = {}
 
@@ -456,12 +455,6 @@ class PlanCache:
     def _drop_entries(self) -> None:
         for key in _unused_for_longest(self.entries, _bytes_of, but=self.key):
             del self.entries[key]
-            self._dropped.add(key)
-
-    def take_dropped(self) -> set[str]:
-        """Keys of the specializations that were dropped since this was asked last."""
-        dropped, self._dropped = self._dropped, set()
-        return dropped
 
     def state_dict(self) -> dict[str, Any]:
         """The recorded specializations that have a plan, and what families are known by, as JSON-able data."""
@@ -517,7 +510,6 @@ class PlanCache:
 
     def forget(self, keep: Collection[str]) -> None:
         """Drop the specializations whose signatures are not among those to keep."""
-        self._dropped.update(self.entries.keys() - set(keep))
         self.entries = OrderedDict((key, entry) for key, entry in self.entries.items() if key in keep)
         for family in self.families.values():
             for signature in list(family.samples):

@@ -385,7 +385,6 @@ class Steps:
         plainly_on = hardware if may_be_plain else None
         entry = self.cache.choose(shape, plainly_on, may_wait=not self.imported.waits)
         self.imported.offer(entry)
-        hardware.forget(self.cache.take_dropped())
         self._note_nested()
         self.baseline.note_left(peaks.end_optimizer(is_whole=False))
         self._num_optimizers = 0
@@ -447,7 +446,7 @@ class Steps:
             while True:
                 try:
                     self.imported.offer_recorded(entry)
-                    lifecycle.ensure_plan(self.cache.key, entry, coming.hardware, self.state, self.settings)
+                    lifecycle.ensure_plan(entry, coming.hardware, self.state, self.settings)
                     break
                 except (BudgetInfeasibleError, PlanError) as error:
                     if isinstance(entry.source, Imported):
@@ -648,7 +647,7 @@ class Steps:
         if entry.program is None and entry.graph is not None and entry.phase != "recording" and hardware is not None:
             self.look_ahead(entry)
             with contextlib.suppress(BudgetInfeasibleError, PlanError, SpillError), self.peaks.paused(hardware.device):
-                lifecycle.ensure_plan(self.cache.key, entry, hardware, self.state, self.settings)
+                lifecycle.ensure_plan(entry, hardware, self.state, self.settings)
 
     def forget(self, keep: Collection[str]) -> None:
         """Drop the specializations whose signatures are not among those to keep.

@@ -19,6 +19,7 @@ from lightning_offload.plugins import hardware as module
 from lightning_offload.plugins import lifecycle
 from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.plan_entry import PlanEntry
+from lightning_offload.plugins.plan_source import Recorded
 from lightning_offload.plugins.settings import check_settings
 from lightning_offload.runtime.lanes import LaneTimes
 from lightning_offload.runtime.program import compile_plan
@@ -201,18 +202,22 @@ def test_given_plan_without_its_disk(caplog: pytest.LogCaptureFixture) -> None:
 def test_room_for_every_kind_of_step(tmp_path: Path) -> None:
     """Each tier has room for the largest wish of any kind; what is had is not asked for again."""
     found = made(host_budget="8MiB", spill_dir=tmp_path)
-    assert found.prepare("a", layout(host=2 * MIB, disk=3 * MIB))
-    assert found.prepare("b", layout(host=MIB))
+    kinds = [Recorded(), Recorded()]
+    assert found.prepare(kinds[0], layout(host=2 * MIB, disk=3 * MIB))
+    assert found.prepare(kinds[1], layout(host=MIB))
     use = found.use()
     assert (use.host_bytes, use.disk_bytes, use.pinned_bytes) == (2 * MIB, 3 * MIB, 0)
     assert (use.host_peak_bytes, use.disk_peak_bytes, found.version) == (0, 0, 0)
+    del kinds[0]
+    assert found.prepare(kinds[0], layout(host=2 * MIB, disk=MIB))
+    assert found.use().disk_bytes < 3 * MIB  # which nobody asks for any more
     found.tiers.close()
 
 
 def test_less_room_than_planned_makes_plans_void() -> None:
     """The host's limit, say, is smaller than what a given plan wants."""
     found = made("host", host_budget="2MiB")
-    assert not found.prepare("a", layout(host=3 * MIB))
+    assert not found.prepare(Recorded(), layout(host=3 * MIB))
     assert found.version == 1
 
 
