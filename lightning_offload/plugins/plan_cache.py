@@ -259,8 +259,7 @@ class PlanCache:
         self.entries.move_to_end(self.key)
         entry.input_shapes = shape.shapes
         begin_step(entry)
-        is_for_many = entry.family is not None or entry.spans_sizes or entry.has_ample_room
-        is_planned = is_for_many and entry.phase == "planned"
+        is_planned = (entry.serves_many or entry.has_ample_room) and entry.phase == "planned"
         is_new = self.figures.see(shape, is_planned=is_planned)
         self.is_first_sight = self.is_first_sight if is_exact else is_new
         self.entry = entry
@@ -422,7 +421,7 @@ class PlanCache:
             elif entry.made.is_over:
                 entry.made.is_over = False
                 entry.family.step_was_over(shape.signature)
-        if shape is None or entry.graph is None or entry.family is not None or entry.spans_sizes:
+        if shape is None or entry.graph is None or entry.serves_many:
             return
         if self.phase in ("recording", "verifying", "measuring"):
             family = self.families.setdefault(shape.family, ShapeFamily(shape.family))

@@ -310,6 +310,11 @@ class PlanEntry:
         return self.changes.spans_sizes
 
     @property
+    def serves_many(self) -> bool:
+        """Whether it serves steps of several sizes, whose structure changes or not."""
+        return self.family is not None or self.spans_sizes
+
+    @property
     def plain(self) -> PlainNeed:
         """What its steps need where they keep everything."""
         return self.changes.plain

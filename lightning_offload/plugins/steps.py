@@ -453,11 +453,7 @@ class Steps:
                         self.imported.refuse(entry, str(error))
                     elif not isinstance(error, BudgetInfeasibleError):
                         raise
-                    elif not (
-                        entry.guesses_less()
-                        or self._finds_less(entry, error, coming)
-                        or self._collects_some(entry, coming)
-                    ):
+                    elif not (entry.guesses_less() or self._finds_less(entry, error, coming)):
                         entry, is_exact = self._instead(entry, error, coming, is_exact=is_exact), True
                         if entry.phase == "unplanned":
                             return entry
@@ -470,20 +466,12 @@ class Steps:
         return entry
 
     def _finds_less(self, entry: PlanEntry, error: BudgetInfeasibleError, coming: _Coming) -> bool:
-        """Whether a scan finds less beside a step than was guessed, where that may be why there is no plan for it."""
-        if entry.graph is None or error.floor_bytes - self._guessed_bytes > error.budget_bytes:
-            return False
-        return self._counts_less(entry, coming)
-
-    def _collects_some(self, entry: PlanEntry, coming: _Coming) -> bool:
-        """Whether what is beside a step was garbage in part, where it would be refused for that."""
-        if entry.graph is None or entry.family is not None or entry.spans_sizes or not entry.graph.extra_bytes:
+        """Whether less is beside a step than was counted, where it would be refused for a guess, or for garbage."""
+        before = entry.graph.extra_bytes if entry.graph is not None else 0
+        is_guess = error.floor_bytes - self._guessed_bytes <= error.budget_bytes
+        if not before or (entry.serves_many and not is_guess):
             return False
         gc.collect()
-        return self._counts_less(entry, coming)
-
-    def _counts_less(self, entry: PlanEntry, coming: _Coming) -> bool:
-        before = entry.graph.extra_bytes if entry.graph is not None else 0
         self.baseline.doubt()
         self._count_baseline(entry, coming)
         return entry.graph is not None and entry.graph.extra_bytes < before
@@ -503,8 +491,7 @@ class Steps:
             BudgetInfeasibleError: There is nothing else.
         """
         self.cache.note_too_large()
-        is_for_others = entry.family is not None or entry.spans_sizes
-        exact = self.cache.choose(coming.shape, is_exact=True) if is_for_others and not is_exact else entry
+        exact = self.cache.choose(coming.shape, is_exact=True) if entry.serves_many and not is_exact else entry
         if exact is entry and isinstance(entry.source, ShapeBucket):
             if (own := self.cache.recorded(coming.shape)) is not None:
                 exact = own  # which others stood for, as long as they could
