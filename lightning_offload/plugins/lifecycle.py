@@ -490,7 +490,7 @@ def make_plan(
     """
     assert entry.graph is not None
     made, baseline = entry.made, entry.baseline
-    made.spec, made.seen_by_op, made.superseded, made.is_doubted = device, (), None, False
+    made.spec, made.seen_by_op, made.is_last_right, made.is_doubted = device, (), False, False
     entry.corrections.begin_plan()
     entry.seen.step_time_estimate = StepTimeEstimate()
     entry.begin_anew()
@@ -520,7 +520,6 @@ def make_plan(
     entry.changes.is_retried = False
     made.search = "done" if made.search is not None else None
     entry.program = entry.source.compile(entry.graph, plan)
-    made.last = entry.plan
 
 
 def weigh_search(entry: PlanEntry) -> None:

@@ -78,9 +78,9 @@ class PlanState:
         state_version: Version of the persistent state that it was made for.
         hardware_version: Version of the hardware that it was made for.
         num_steps: Steps under it, or without one.
-        last: The last plan that was made.
-        superseded: The last one that was given up for what steps under it showed, until there is another, or it is
-            known to have no room, or to be wrong.
+        last: The plan that was given up last.
+        is_last_right: Whether that was for what steps under it showed, and it is not known to have no room, or to be
+            wrong; False once another was made.
         is_over: Whether steps under the final plan were measured above the budget.
         is_doubted: Whether one under the plan in force was, so that the next one is measured as well.
         seen_by_op: The peak before each op, of the last step under it that was measured.
@@ -95,7 +95,7 @@ class PlanState:
     hardware_version: int = -1
     num_steps: int = 0
     last: MemoryPlan | None = None
-    superseded: MemoryPlan | None = None
+    is_last_right: bool = False
     is_over: bool = False
     is_doubted: bool = False
     seen_by_op: tuple[int, ...] = ()
@@ -255,8 +255,8 @@ class PlanEntry:
 
     @property
     def shown_plan(self) -> MemoryPlan | None:
-        """The plan in force, or the last one that was made; None before there was one."""
-        return self.plan or self.made.superseded or self.made.last
+        """The plan in force, or the last one; None before there was one."""
+        return self.plan or self.made.last
 
     @property
     def shown_graph(self) -> StepGraph:
@@ -277,7 +277,7 @@ class PlanEntry:
             return None  # whoever goes on gives a captured one again
         is_of_this = self.phase in ("verifying", "measuring", "planned")
         needed_more = self.made.is_over or self.usable_bytes is not None
-        return self.plan or (self.made.superseded if is_of_this and not needed_more else None)
+        return self.plan or (self.made.last if self.made.is_last_right and is_of_this and not needed_more else None)
 
     @property
     def family(self) -> ShapeFamily | None:
@@ -545,8 +545,8 @@ class PlanEntry:
         """
         if self.program is not None and self.phase == "planned":
             self.made.replans[reason] += 1
-        self.made.superseded = self.plan if lasts else None
-        self.program = None
+        self.made.is_last_right = lasts and self.program is not None
+        self.made.last, self.program = self.shown_plan, None
 
     def count_more(self, num_bytes: int) -> None:
         """The plan in force stays, with more memory beside its step."""

@@ -24,7 +24,7 @@ PLAN = plan(GRAPH, DEVICE, None, policy="all-recompute")
 
 def _planned() -> PlanEntry:
     kind = PlanEntry(phase="planned", graph=GRAPH, program=compile_plan(GRAPH, PLAN))
-    kind.made.last, kind.made.spec = PLAN, DEVICE
+    kind.made.spec = DEVICE
     return kind
 
 

@@ -369,7 +369,7 @@ def test_a_plan_that_was_given_up_last_is_shown_after_the_end(monkeypatch: pytes
     with memory, memory.step(batch):
         model(batch).square().mean().backward()
     assert kind.program is not None
-    assert kind.made.superseded is None
+    assert not kind.made.is_last_right
 
 
 class Rarely(nn.Module):
