@@ -96,12 +96,7 @@ def record_fake(build: Callable[[], tuple[torch.nn.Module, Step]], device: Devic
             verifier=None,
         )
         executor.on_backward = lambda: recorder.watch_gradients(())
-        with (
-            executing(executor),
-            seen_by_transformers(),
-            op_by_op(),
-            fused() if kind is not HOST else contextlib.nullcontext(),
-        ):
+        with executing(executor), seen_by_transformers(), op_by_op():
             step()
         return FakeStep(recorder.finish(), tuple(work))
 
