@@ -176,8 +176,7 @@ def learn(entry: PlanEntry, shown: StepShown, hardware: Hardware) -> None:
         hardware: Where it ran.
     """
     seen, budget_bytes, has_followed = entry.seen, hardware.budget_bytes, False
-    if shown.num_nodes is not None:
-        entry.hooks.note(shown.num_nodes)
+    entry.hooks.note(shown.num_nodes)
     entry.takes_data |= shown.took_data
     if shown.times is not None:
         seen.step_seconds, seen.stall_seconds = shown.times.step, shown.times.stall

@@ -14,7 +14,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -77,7 +77,6 @@ class StepRun:
         there: What such a device's allocator held when a step without a plan began; None where it was not asked.
         slack_bytes: What it came to hold in a recorded step beyond what was alive at once.
         is_watched: Whether its memory, its ops or its copies are measured.
-        lane_times: What the lanes did, if that was measured.
         is_other: Whether it had other forwards than those that its plan is for.
         like: What steps share that hold what they leave in the place of what another left, whatever its size.
     """
@@ -103,7 +102,6 @@ class StepRun:
     device_peak_bytes: int | None = None
     there: Allocated | None = None
     slack_bytes: int | None = None
-    lane_times: dict[Tier, LaneTimes] | None = None
     is_other: bool = False
     like: str = ""
     _versions: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
@@ -136,11 +134,12 @@ class StepRun:
             used_bytes = max(self.device_peak_bytes, self.there.reserved_bytes)
             self.slack_bytes = max(0, memory.reserved_bytes() - used_bytes)
 
-    def _times(self) -> StepTimes | None:
-        seconds, lane_times = self.clock.seconds(), (self.lane_times or {}).values()
+    def _times(self, lane_times: Mapping[Tier, LaneTimes] | None) -> StepTimes | None:
+        seconds = self.clock.seconds()
         if seconds is None:
             return None
-        stall_seconds = self.executor.stall_seconds + sum(times.stall_seconds for times in lane_times)
+        of_lanes = sum(times.stall_seconds for times in lane_times.values()) if lane_times else 0.0
+        stall_seconds = self.executor.stall_seconds + of_lanes
         return StepTimes(seconds, stall_seconds, self.executor.replay_seconds)
 
     def begin(self) -> None:
@@ -179,9 +178,8 @@ class StepRun:
         Args:
             baseline: What is on the device beside the steps.
         """
-        executor = self.executor
+        executor, lane_times = self.executor, self.tiers.take_times() if self.is_watched else None
         if self.is_watched:
-            self.lane_times = self.tiers.take_times()
             self.tiers.measure(False)
         superset = executor.superset
         is_without_plan = executor.program is None and not executor.keeps_all
@@ -200,8 +198,8 @@ class StepRun:
             took_data=not executor.keeps_all and executor.took_data,
             moved=moved,
             plain=self._plain_need(executor.swapped_bytes) if is_plain_known else None,
-            lane_times=self.lane_times,
-            times=self._times(),
+            lane_times=lane_times,
+            times=self._times(lane_times),
             has_retried=self.peaks.take_retries(self.device) > 0,
         )
         if not has_backward and self.recorder is None:
