@@ -374,7 +374,8 @@ class PlanCache:
     def record(self, shape: StepShape) -> PlanEntry:
         """The specialization of the coming step, which is to be recorded though others could predict it."""
         self.key = shape.signature
-        self.entry = self._last_of[shape.family] = self.entries[shape.signature] = PlanEntry()
+        entry = PlanEntry(input_shapes=shape.shapes)
+        self.entry = self._last_of[shape.family] = self.entries[shape.signature] = entry
         return self.entry
 
     def was(self, shape: StepShape, *, is_recorded: bool) -> None:

@@ -20,6 +20,7 @@ from lightning_offload import MemoryPlugin
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.plugins import lifecycle
 from lightning_offload.plugins.devices import first_device
+from lightning_offload.plugins.plan_cache import PlanCache
 from lightning_offload.plugins.plan_source import ShapeBucket
 from lightning_offload.plugins.shape_families import shape_of
 from lightning_offload.plugins.step import DevicePeaks
@@ -319,6 +320,13 @@ def test_kinds_of_step() -> None:
     assert signature({"x": X, "index": 1}) == signature({"x": X + 1, "index": 2})
     assert signature((X, 3)) != signature((X, 3.0))
     assert len(signature((X,))) == 32  # it can be a key in a file
+
+
+def test_a_step_that_is_recorded_after_all_is_known_by_what_it_is_given() -> None:
+    """Its structure, resized, may serve others: by the shapes of its inputs."""
+    cache, shape = PlanCache(), shape_of(((torch.zeros(2, 3),), {}))
+    assert cache.record(shape).input_shapes == ((2, 3),)
+    assert cache.entry is cache.entries[shape.signature]
 
 
 def test_autocast_is_another_kind_of_step() -> None:
