@@ -133,17 +133,6 @@ class ShapeFigures:
     num_aligned: int = 0
     astray_bytes: int = 0
     planning_seconds: float = 0.0
-    _known: set[int] = dataclasses.field(default_factory=set, repr=False)
-
-    def see(self, shape: StepShape, *, is_planned: bool) -> bool:
-        """Count a shape, once; whether this is the first time."""
-        key = hash(shape.signature)
-        if key in self._known or len(self._known) >= _MAX_SHAPES:
-            return False
-        self._known.add(key)
-        self.num_shapes += 1
-        self.num_at_first_sight += is_planned
-        return True
 
     @contextlib.contextmanager
     def planning(self) -> Iterator[Callable[[], float]]:
@@ -213,6 +202,7 @@ class PlanCache:
         self.num_steps = 0
         self.num_planned = 0
         self._shape: StepShape | None = None
+        self._seen: set[int] = set()
         self._last_of: dict[str, PlanEntry] = {}
 
     @property
@@ -259,8 +249,12 @@ class PlanCache:
         self.entries.move_to_end(self.key)
         entry.input_shapes = shape.shapes
         begin_step(entry)
-        is_planned = (entry.serves_many or entry.has_ample_room) and entry.phase == "planned"
-        is_new = self.figures.see(shape, is_planned=is_planned)
+        is_new = (key := hash(shape.signature)) not in self._seen and len(self._seen) < _MAX_SHAPES
+        if is_new:
+            self._seen.add(key)
+            is_planned = (entry.serves_many or entry.has_ample_room) and entry.phase == "planned"
+            self.figures.num_shapes += 1
+            self.figures.num_at_first_sight += is_planned
         self.is_first_sight = self.is_first_sight if is_exact else is_new
         self.entry = entry
         if shape.family in self.families:

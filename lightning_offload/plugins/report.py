@@ -252,7 +252,7 @@ def make_report(steps: Steps, *, of_last: bool) -> Report:
     """
     cache, budget_bytes = steps.cache, steps.budget_bytes
     entry = cache.entry if of_last else cache.neediest
-    others, is_last, shapes = cache.others_than(entry), entry is cache.entry, cache.figures
+    others, is_last = cache.others_than(entry), entry is cache.entry
     if entry.shown_plan is None and not is_last:  # steps run plainly, and nobody counted
         steps.look_ahead(entry)
     plan, graph, expected, seen = entry.shown_plan, entry.graph, entry.expected, entry.seen
@@ -299,13 +299,8 @@ def make_report(steps: Steps, *, of_last: bool) -> Report:
         num_steps=cache.num_steps,
         phase=cache.phase,
         num_mismatched=len(entry.mismatched),
-        num_shapes=shapes.num_shapes,
-        num_at_first_sight=shapes.num_at_first_sight,
-        num_deviations=shapes.num_deviations,
         replans=cache.replans,
-        num_aligned=shapes.num_aligned,
-        astray_bytes=shapes.astray_bytes,
-        planning_seconds=shapes.planning_seconds,
+        **dataclasses.asdict(cache.figures),
         num_planned_steps=cache.num_planned,
         scan_seconds=steps.baseline.scan_seconds,
         others=tuple(map(_other_shape, others)),
