@@ -143,9 +143,6 @@ def plan_layout(graph: StepGraph, plan: MemoryPlan) -> Layout:
     return Layout(offsets=offsets, tier_bytes=tier_bytes)
 
 
-_FEW = 512
-"""Up to so many blocks each is compared with every other one by one."""
-
 _ORDERS: tuple[Callable[[Stay], tuple[int, ...]], ...] = (
     lambda block: (block.begin, -block.end),
     lambda block: (block.begin - block.end, block.begin),
@@ -181,11 +178,6 @@ def most_bytes(blocks: Sequence[Stay]) -> int:
 
 def _first_fit(blocks: Sequence[Stay], order: Sequence[int]) -> list[int]:
     """Place blocks one after another, each at the lowest offset that is free during its whole stay."""
-    return (_fit_few if len(blocks) <= _FEW else _fit_many)(blocks, order)
-
-
-def _fit_few(blocks: Sequence[Stay], order: Sequence[int]) -> list[int]:
-    """Go through all that are placed, by offset: of some hundred blocks that takes less than calling numpy does."""
     placed: list[tuple[int, int, int, int]] = []
     offsets = [0] * len(blocks)
     for i in order:
@@ -200,26 +192,3 @@ def _fit_few(blocks: Sequence[Stay], order: Sequence[int]) -> list[int]:
         offsets[i] = offset
         insort(placed, (offset, offset + num_bytes, begin, end))
     return offsets
-
-
-def _fit_many(blocks: Sequence[Stay], order: Sequence[int]) -> list[int]:
-    """The same, with arrays."""
-    begins, ends, lows, highs = (np.zeros(len(blocks), dtype=np.int64) for _ in range(4))
-    offsets = [0] * len(blocks)
-    for k, i in enumerate(order):
-        block = blocks[i]
-        meets = np.flatnonzero((begins[:k] < block.end) & (ends[:k] > block.begin))
-        offset = _lowest_gap(lows[meets], highs[meets], block.num_bytes)
-        offsets[i] = offset
-        begins[k], ends[k], lows[k], highs[k] = block.begin, block.end, offset, offset + block.num_bytes
-    return offsets
-
-
-def _lowest_gap(lows: npt.NDArray[np.int64], highs: npt.NDArray[np.int64], num_bytes: int) -> int:
-    """The lowest offset at which a number of bytes meets none of the ranges."""
-    if not len(lows):
-        return 0
-    by_low = np.argsort(lows, kind="stable")
-    floors = np.concatenate(([0], np.maximum.accumulate(highs[by_low])))
-    fits = np.flatnonzero(lows[by_low] - floors[:-1] >= num_bytes)
-    return int(floors[fits[0]] if len(fits) else floors[-1])

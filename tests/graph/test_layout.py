@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from lightning_offload.graph import Decision, StepGraph, host_layout
+from lightning_offload.graph import Decision, StepGraph
 from lightning_offload.graph.host_layout import (
     ALIGNMENT,
     LiveRanges,
@@ -60,15 +60,6 @@ def test_blocks_never_overlap(blocks: list[Stay]) -> None:
     assert size == max((at + block.num_bytes for at, block in zip(offsets, blocks, strict=True)), default=0)
     assert most_bytes(blocks) <= size <= sum(block.num_bytes for block in blocks)
     assert place(blocks) == (offsets, size)
-
-
-@given(BLOCKS)
-def test_many_blocks_lie_where_few_would(blocks: list[Stay]) -> None:
-    """How many there are decides how the lowest offset is found, not which it is."""
-    few = place(blocks)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_layout, "_FEW", 0)
-        assert place(blocks) == few
 
 
 @given(BLOCKS)
