@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_offload.capture.cuda.overrides import overload_of, replacing
+from lightning_offload.capture.cuda.overrides import in_this_thread, overload_of, replacing
 
 _KEY = "AutocastCPU"
 _CUDA_KEY = "AutocastCUDA"
@@ -39,33 +38,26 @@ _IN_WIDEST = frozenset(
 """Those whose arguments have to have one type: float32 where any of them has."""
 
 
-class _Caster(threading.local):
-    """Whether the functions that a thread calls are cast as CUDA's, and its parameters in half precision.
+_casts: dict[int, tuple[Tensor, Tensor]] = {}
+"""Parameters and what they are in half precision.
 
-    As with torch's own, casts are kept until no autocast is left: a cell casts its weights once, not at each step.
-    """
-
-    def __init__(self) -> None:
-        self.is_on = False
-        self.casts: dict[int, tuple[Tensor, Tensor]] = {}
-
-
-_caster = _Caster()
+As with torch's own, casts are kept until no autocast is left: a cell casts its weights once, not at each step.
+"""
 
 
 @contextlib.contextmanager
 def casting() -> Iterator[None]:
-    """Inside, this thread's autocast on a CPU is CUDA's."""
-    lacking = {name: _elsewhere(name, _caster_for(name)) for name in cast_on(_CUDA_KEY) - cast_on(_KEY)}
+    """Inside, this thread's autocast on a CPU is CUDA's; not for two threads at once."""
+    lacking = {name: _below(_caster_for(name)) for name in cast_on(_CUDA_KEY) - cast_on(_KEY)}
     autocast: Any = torch.amp.autocast_mode.autocast
     leave = autocast.__exit__
-    with replacing(_KEY, lacking):
+    with replacing(_KEY, lacking, _uncast):
         try:
-            _caster.is_on, autocast.__exit__ = True, _forgetting(leave)
+            autocast.__exit__ = functools.wraps(leave)(in_this_thread(_forgetting(leave), leave))
             yield
         finally:
-            _caster.is_on, autocast.__exit__ = False, leave
-            _caster.casts.clear()
+            autocast.__exit__ = leave
+            _casts.clear()
 
 
 def cast_on(key: str) -> set[str]:
@@ -85,24 +77,25 @@ def _caster_for(name: str) -> Callable[..., Any]:
 
 
 def _forgetting(leave: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(leave)
     def call(self: Any, *args: Any) -> Any:
         left = leave(self, *args)
         torch.autocast_increment_nesting()
         if torch.autocast_decrement_nesting() == 0:
-            _caster.casts.clear()
+            _casts.clear()
         return left
 
     return call
 
 
-def _elsewhere(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function for this thread alone: another's call goes on as if there were none, autocast included."""
-    plain = overload_of(name)
+def _uncast(plain: Any) -> Callable[..., Any]:
+    """A call goes on as if there were no kernel, autocast included."""
+    return lambda keys, *args, **kwargs: plain.redispatch(keys.remove(_HERE), *args, **kwargs)
 
-    def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _caster.is_on:
-            return plain.redispatch(keys.remove(_HERE), *args, **kwargs)
+
+def _below(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose own calls are not cast."""
+
+    def call(_keys: Any, *args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
             return function(*args, **kwargs)
 
@@ -133,9 +126,9 @@ def _in(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     is_kept = tensor.dtype is torch.float32 and dtype is not torch.float32 and tensor.requires_grad
     if not is_kept or not tensor.is_leaf or tensor._is_view() or not torch.is_autocast_cache_enabled():
         return tensor.to(dtype)
-    if id(tensor) not in _caster.casts:
-        _caster.casts[id(tensor)] = tensor, tensor.to(dtype)
-    return _caster.casts[id(tensor)][1]
+    if id(tensor) not in _casts:
+        _casts[id(tensor)] = tensor, tensor.to(dtype)
+    return _casts[id(tensor)][1]
 
 
 def _cast_within(name: str) -> Callable[..., Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,15 +27,6 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 
 
-class _Chooser(threading.local):
-    """Whether the functions that a thread calls are CUDA's."""
-
-    is_on = False
-
-
-_chooser = _Chooser()
-
-
 @contextlib.contextmanager
 def choosing(capability: int) -> Iterator[None]:
     """Inside, this thread's composed functions of fake CPU tensors call what they would call on CUDA.
@@ -48,22 +38,20 @@ def choosing(capability: int) -> Iterator[None]:
         **_TABLE,
         "scaled_dot_product_attention": functools.partial(attend, capability),
     }
-    with replacing("AutogradCPU", {name: _chosen(name, function) for name, function in table.items()}):
-        try:
-            _chooser.is_on = True
-            yield
-        finally:
-            _chooser.is_on = False
+    with replacing("AutogradCPU", {name: _chosen(name, function) for name, function in table.items()}, _composed):
+        yield
+
+
+def _composed(plain: Any) -> Callable[..., Any]:
+    return lambda _keys, *args, **kwargs: plain._op_dk(_COMPOSITE, *args, **kwargs)
 
 
 def _chosen(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    plain = overload_of(name)
+    composed = _composed(overload_of(name))
 
-    def choose(_keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _chooser.is_on:
-            return plain._op_dk(_COMPOSITE, *args, **kwargs)
+    def choose(keys: Any, *args: Any, **kwargs: Any) -> Any:
         made = function(*args, **kwargs)
-        return plain._op_dk(_COMPOSITE, *args, **kwargs) if made is NotImplemented else made
+        return composed(keys, *args, **kwargs) if made is NotImplemented else made
 
     return choose
 

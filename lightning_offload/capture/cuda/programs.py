@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,16 +16,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from lightning_offload.capture.cuda.overrides import in_this_thread
+
 _CPU = torch.device("cpu")
-
-
-class _There(threading.local):
-    """Whether a thread's programs are on the GPU."""
-
-    is_on = False
-
-
-_there = _There()
 
 
 class _Devices(TorchFunctionMode):
@@ -54,7 +46,7 @@ def _names_cuda(item: Any) -> bool:
 
 
 def _module_to(plain: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if _there.is_on and (any(map(_names_cuda, args)) or _names_cuda(kwargs.get("device"))):
+    if any(map(_names_cuda, args)) or _names_cuda(kwargs.get("device")):
         args = tuple(item for item in args if not _names_cuda(item))
         kwargs = {name: item for name, item in kwargs.items() if name != "device"}
         kwargs.pop("non_blocking", None)
@@ -63,12 +55,12 @@ def _module_to(plain: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return plain(module, *args, **kwargs)
 
 
-def _module_cuda(plain: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return module if _there.is_on else plain(module, *args, **kwargs)
+def _module_cuda(_plain: Any, module: nn.Module, *_args: Any, **_kwargs: Any) -> Any:
+    return module
 
 
 def _autocast_begins(plain: Any, self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
-    if _there.is_on and device_type == "cuda":
+    if device_type == "cuda":
         device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
     plain(self, device_type, dtype, *args, **kwargs)
 
@@ -85,17 +77,8 @@ def on_the_gpu() -> Iterator[None]:
             (nn.Module, "to", _module_to), (nn.Module, "cuda", _module_cuda), (autocast, "__init__", _autocast_begins),
         ):  # fmt: skip
             plain = getattr(owner, attribute)
-            setattr(owner, attribute, _taking_the_place_of(plain, function))
+            here = in_this_thread(functools.partial(function, plain), plain)
+            setattr(owner, attribute, functools.wraps(plain)(here))
             stack.callback(setattr, owner, attribute, plain)
         stack.enter_context(_Devices())
-        _there.is_on = True
-        stack.callback(setattr, _there, "is_on", False)
         yield
-
-
-def _taking_the_place_of(plain: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plain)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(plain, self, *args, **kwargs)
-
-    return call
