@@ -15,7 +15,6 @@ import numpy as np
 from lightning_offload.graph import DeviceSpec
 from lightning_offload.graph.host_layout import stored_bytes
 from lightning_offload.graph.memory_plan import Action, Tier
-from lightning_offload.planning.kernels.prefetches import LOOKAHEAD
 from lightning_offload.planning.problem import Candidate, Problem
 from lightning_offload.planning.simulator import Schedule, Timeline
 from tests.planning.reference_backward import Backward, saved_behind
@@ -236,7 +235,7 @@ class _Step:
         """The latest unpack that is early enough; else the earliest from which on there is room."""
         chosen, need = -1, self._first_need(c)
         ordinals = [i for i, unpack in enumerate(self.problem.unpacks) if unpack.tick < need]
-        for ordinal in reversed(ordinals[-LOOKAHEAD - 1 :]):
+        for ordinal in reversed(ordinals):
             tick = self.problem.unpacks[ordinal].tick
             has_room = limit is None or all(self.bytes_at(t) + c.num_bytes <= limit for t in range(tick, need))
             if tick < max(c.death, self.release[c.storage], not_before) or not has_room:

@@ -10,8 +10,6 @@ from typing import Any
 from lightning_offload.planning.arrays import SWAP, StepArrays
 from lightning_offload.planning.kernels.buffers import Events, Gaps, Links, Needs, Room, Transfers
 
-LOOKAHEAD = 4096
-"""Unpacks by which a copy back may come before its need."""
 BLOCK = 32
 """Gaps between unpacks whose maximum is known, so that long ways back are short."""
 
@@ -110,10 +108,10 @@ def issue(ticks: Any, starts: Any, gaps: Gaps, limit: int, unpack: int, by: floa
     """The unpack at which the copy for a later one is issued; -1 for none: memory must allow it from there on.
 
     That is the last one that is early enough. Where there is none, it is the first that is not before the device
-    copy is away, nor too far ahead.
+    copy is away.
     """
     peaks, tops, extra = gaps.peaks, gaps.tops, gaps.extra
-    low = max(0, unpack - 1 - LOOKAHEAD)
+    low = 0
     high = unpack
     while low < high:
         middle = (low + high) // 2

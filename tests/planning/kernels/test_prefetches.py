@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_offload.graph.memory_plan import Action
 from lightning_offload.planning.kernels.buffers import Gaps
-from lightning_offload.planning.kernels.prefetches import BLOCK, LOOKAHEAD, issue
+from lightning_offload.planning.kernels.prefetches import BLOCK, issue
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.simulator import Schedule, Timeline, simulate
 from tests.graph.building import DEVICE, chain
@@ -23,7 +23,7 @@ def walk_back(
 ) -> int:
     """One unpack after another, to the first that is early enough, while there is room."""
     chosen = -1
-    for ordinal in range(unpack - 1, max(0, unpack - 1 - LOOKAHEAD) - 1, -1):
+    for ordinal in range(unpack - 1, -1, -1):
         if ticks[ordinal] < away or peaks[ordinal] + size > limit:
             break
         peaks[ordinal] += size
@@ -51,13 +51,12 @@ def test_many_copies_are_issued_where_a_walk_would(seed: int, count: int, in_ord
         assert now == peaks
 
 
-def test_copies_come_no_further_ahead_than_the_lookahead() -> None:
-    """With room all the way, and copies that should have begun before the step."""
-    count = LOOKAHEAD + 10
+def test_copies_come_as_far_ahead_as_there_is_room() -> None:
+    """All the way, where they should have begun before the step."""
+    count = 200 * BLOCK
     gaps = Gaps([0] * count, [0] * (count // BLOCK + 1), [0] * (count // BLOCK + 1))
     ticks, starts = list(range(count)), [1.0] * count
-    issued = [issue(ticks, starts, gaps, 100, unpack, 0.0, 1, 0) for unpack in (1, LOOKAHEAD + 1, LOOKAHEAD + 4)]
-    assert issued == [0, 0, 3]
+    assert [issue(ticks, starts, gaps, 100, unpack, 0.0, 1, 0) for unpack in (1, count - 5, count - 1)] == [0, 0, 0]
 
 
 def swap(sizes: tuple[int, ...], h2d: float, limit_bytes: int, count: int, prefetch: dict[int, int]) -> Timeline:
