@@ -573,7 +573,10 @@ class Recorder(LiveBytes):
             num_ticks=end,
             ops=tuple(row.op(seconds) for row, seconds in zip(self._ops, self._clock.resolve(), strict=True)),
             storages=storages,
-            values=tuple(map(_value, self._value_storage, self._value_producer)),
+            values=tuple(
+                Value(storage=storage, producer=producer)
+                for storage, producer in zip(self._value_storage, self._value_producer, strict=True)
+            ),
             saves=saves,
             gradient_bytes=unseen,
             block_bytes=self._kind.block_bytes,
@@ -617,7 +620,3 @@ def _without_collections() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _value(storage: int, producer: int) -> Value:
-    return Value(storage=storage, producer=producer)

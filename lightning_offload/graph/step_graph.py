@@ -12,6 +12,7 @@ same storage, a view makes none.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import fnmatch
 import functools
@@ -231,29 +232,15 @@ class StepGraph:
 
     def op_at(self, tick: int) -> Op | None:
         """The op that runs at a tick, or the next one after it; None past the last op."""
-        low, high = 0, len(self.ops)
-        while low < high:
-            middle = (low + high) // 2
-            if self.ops[middle].tick < tick:
-                low = middle + 1
-            else:
-                high = middle
-        return self.ops[low] if low < len(self.ops) else None
+        place = bisect.bisect_left(self.ops, tick, key=lambda op: op.tick)
+        return self.ops[place] if place < len(self.ops) else None
 
     def to_json(self) -> str:
         """Write the graph as JSON."""
-        payload: dict[str, Any] = {
-            "num_ticks": self.num_ticks,
-            "extra_bytes": self.extra_bytes,
-            "gradient_bytes": self.gradient_bytes,
-            "old_gradient_bytes": self.old_gradient_bytes,
-            "accumulated_bytes": self.accumulated_bytes,
-            "block_bytes": self.block_bytes,
-        }
-        for name in ("ops", "storages", "values", "saves"):
-            payload[name] = codec.encode_rows(getattr(self, name))
-        for name in _ROWS_ADDED:
-            if rows := getattr(self, name):
+        payload = codec.encode(self)
+        for name in (*_ROWS, *_ROWS_ADDED):
+            rows = payload.pop(name)
+            if rows or name in _ROWS:
                 payload[name] = codec.encode_rows(rows)
         return codec.dumps("step_graph", payload)
 
@@ -265,7 +252,7 @@ class StepGraph:
             PlanError: Not a step graph, another schema version, or inconsistent (indices, sizes, cycles).
         """
         data = codec.loads("step_graph", text)
-        for name, row in (("ops", Op), ("storages", Storage), ("values", Value), ("saves", Save)):
+        for name, row in _ROWS.items():
             data[name] = codec.decode_rows(row, data.get(name), where=name)
         for name, row in _ROWS_ADDED.items():
             data[name] = codec.decode_rows(row, data.get(name, []), where=name)
@@ -274,6 +261,7 @@ class StepGraph:
         return graph
 
 
+_ROWS: dict[str, type[Any]] = {"ops": Op, "storages": Storage, "values": Value, "saves": Save}
 _ROWS_ADDED: dict[str, type[Any]] = {
     "departures": Departure,
     "accumulations": Accumulation,

@@ -9,7 +9,7 @@ Values that exist before and after the step are always at hand, so they are left
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,6 @@ class StepArrays(NamedTuple):
         death: First tick without references of the program itself.
         pack: First pack.
         release: First tick at which autograd has dropped it.
-        dropped: The same, as the tiers count it.
         by_pack: Candidates in the order of their first packs.
         rank: By candidate: its place in that order.
         by_death: Candidates in the order of their deaths.
@@ -73,7 +72,6 @@ class StepArrays(NamedTuple):
     death: Any
     pack: Any
     release: Any
-    dropped: Any
     by_pack: Any
     rank: Any
     by_death: Any
@@ -89,6 +87,15 @@ class StepArrays(NamedTuple):
     out_begin: Any
     outputs: Any
     replayed: Any
+
+
+_Columns = TypeVar("_Columns", bound=tuple[Any, ...])
+
+
+def as_lists(columns: _Columns) -> _Columns:
+    """The same columns as lists, which plain Python reads several times faster than arrays; numbers stay numbers."""
+    as_list = (column.tolist() if isinstance(column, np.ndarray) else column for column in columns)
+    return type(columns)(*as_list)
 
 
 class Buffers:

@@ -80,7 +80,7 @@ def walk_columns(problem: Problem, *, is_compiled: bool) -> Walk:
         needs=Needs(
             needed=new.whole(num_saved, -1),
             held=new.copy(step.release),
-            stored=new.copy(step.dropped),
+            stored=new.copy(step.release),
             seconds=new.real(num_wanted),
             num_calls=new.whole(num_wanted),
             transient=new.whole(num_wanted),

@@ -12,14 +12,13 @@ of a disk do not slow each other down.
 
 from __future__ import annotations
 
-import dataclasses
+from typing import NamedTuple
 
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import Tier
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Rates:
+class Rates(NamedTuple):
     """Seconds per byte in one direction.
 
     Attributes:

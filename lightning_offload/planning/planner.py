@@ -325,17 +325,13 @@ def _off_ops(problem: Problem, made: MemoryPlan) -> MemoryPlan:
 
 def _after_their_ops(problem: Problem, made: MemoryPlan, device: DeviceSpec) -> MemoryPlan:
     """A plan with what is released at its pack released once the op that saves it is done, at the next hook."""
-    graph = problem.graph
-    _, following = _hooks_near_ops(graph)
-    first_pack: dict[int, int] = {}
-    for save in graph.saves:
-        first_pack.setdefault(graph.values[save.value].storage, save.pack_tick)
-    ticks = [op.tick for op in graph.ops]
+    _, following = _hooks_near_ops(problem.graph)
+    ticks = problem.op_ticks.tolist()
 
     def moved(decision: Decision) -> Decision:
         if decision.action != "swap" or decision.release_op != AT_PACK:
             return decision
-        after = min(bisect_right(ticks, first_pack[decision.storage]) + 1, len(ticks))
+        after = min(bisect_right(ticks, problem.candidates[decision.storage].pack_tick) + 1, len(ticks))
         return dataclasses.replace(decision, release_op=following[after])
 
     return _simulated(problem, made, list(map(moved, made.decisions)), device)

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from lightning_offload.graph.host_layout import LiveRanges, stored_bytes
 from lightning_offload.graph.memory_plan import Action
 from lightning_offload.graph.step_graph import Save, StepGraph, last_values
-from lightning_offload.planning.arrays import KEEP, RECOMPUTE, SWAP, Codes, StepArrays
+from lightning_offload.planning.arrays import KEEP, RECOMPUTE, SWAP, Codes, StepArrays, as_lists
 
 MIN_BYTES = 64 << 10
 """Smaller saved storages are always kept, unless the whole step is small: cf. :func:`min_bytes`."""
@@ -103,7 +103,7 @@ class Problem:
         self.written_until = _overwritten_at(graph)
         saves = _saves_by_storage(graph)
         self.saved_value = {s: {save.value for save in group} for s, group in saves.items()}
-        self.release = {s: max(save.release_tick for save in group) for s, group in saves.items()}
+        self.release = self.stays.dropped
         limit = min_bytes(graph) if smallest is None else smallest
         self.candidates: dict[int, Candidate] = {}
         for storage, group in saves.items():
@@ -260,7 +260,7 @@ class Problem:
             value=value,
             num_bytes=self.graph.storages[storage].num_bytes,
             death=self.graph.storages[storage].death,
-            pack_tick=min(save.pack_tick for save in group),
+            pack_tick=self.stays.begin[storage],
             release=self.release[storage],
             can_swap=not self._is_cast_of_parameter(value),
             can_recompute=self.can_replay(value),
@@ -478,7 +478,6 @@ def step_arrays(problem: Problem) -> StepArrays:
         death=_column(storages[s].death for s in saved),
         pack=_column(packs),
         release=_column(problem.release[s] for s in saved),
-        dropped=_column(problem.stays.dropped[s] for s in saved),
         by_pack=by_pack,
         rank=np.argsort(by_pack),
         by_death=np.argsort(_column(c.death for c in candidates), kind="stable"),
@@ -495,11 +494,6 @@ def step_arrays(problem: Problem) -> StepArrays:
         outputs=flat_outputs,
         replayed=_column(_replayed_ops(problem, inputs)),
     )
-
-
-def as_lists(columns: StepArrays) -> StepArrays:
-    """The same columns as lists, which plain Python reads several times faster than arrays."""
-    return StepArrays(*(column.tolist() for column in columns))
 
 
 def _replayed_ops(problem: Problem, inputs: Sequence[Sequence[int]]) -> list[int]:

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import Action, Tier
-from lightning_offload.planning.arrays import SWAP, Codes
+from lightning_offload.planning.arrays import SWAP, Codes, as_lists
 from lightning_offload.planning.columns import space_of, walk_columns
 from lightning_offload.planning.kernels import PLAIN, Kernels, kernels_for
 from lightning_offload.planning.kernels.annealing import NUM_TRIALS
@@ -236,11 +236,10 @@ class Simulator:
         self._limit = NO_LIMIT if limit_bytes is None else limit_bytes
         self._kernels = kernels
         self._spaces: dict[bool, Space] = {}
-        out, back = out_rates(device), in_rates(device)
         host_bytes = device.host_memory_bytes
         self._links = Links(
-            (float(out.link), float(out.disk), float(out.link_under_disk)),
-            (float(back.link), float(back.disk), float(back.link_under_disk)),
+            out_rates(device),
+            in_rates(device),
             float(device.overhead_seconds),
             float(device.replay_overhead),
             float(device.copy_interference),
@@ -283,9 +282,9 @@ class Simulator:
         if kernels.is_compiled:
             kernels.anneal(*where, problem.plain_seconds, moves, seen, run, draws, until)
             return
-        as_lists = [_as_lists(columns) for columns in (moves, seen, run)]
-        kernels.anneal(*where, problem.plain_seconds, *as_lists, draws.tolist(), until)
-        for column, found in zip((*seen, *run), (*as_lists[1], *as_lists[2]), strict=True):
+        lists = [as_lists(columns) for columns in (moves, seen, run)]
+        kernels.anneal(*where, problem.plain_seconds, *lists, draws.tolist(), until)
+        for column, found in zip((*seen, *run), (*lists[1], *lists[2]), strict=True):
             if isinstance(column, np.ndarray):
                 column[:] = found
 
@@ -377,7 +376,3 @@ class Simulator:
                 column[self.problem.number[storage]] = moment
         for storage, tier in (schedule.tiers or {}).items():
             transfers.given[self.problem.number[storage]] = int(tier == "disk")
-
-
-def _as_lists(columns: Any) -> Any:
-    return type(columns)(*(column.tolist() if isinstance(column, np.ndarray) else column for column in columns))

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_offload.errors import TuningError
-from lightning_offload.graph.step_graph import Op, StepGraph, Storage
+from lightning_offload.graph.step_graph import StepGraph, Storage
 from lightning_offload.planning.scaling_laws import (
     DurationFit,
     Feature,
@@ -208,7 +208,8 @@ class StepModel:
             TuningError: The size is not one of positive integers.
         """
         figures = self.figures_at(size)
-        ops = map(_op_like, self.structure.ops, figures.seconds.tolist(), figures.workspace_bytes.tolist())
+        found = zip(self.structure.ops, figures.seconds.tolist(), figures.workspace_bytes.tolist(), strict=True)
+        ops = (dataclasses.replace(op, seconds=seconds, workspace_bytes=num_bytes) for op, seconds, num_bytes in found)
         return dataclasses.replace(self.sized(figures), ops=tuple(ops))
 
 
@@ -331,21 +332,6 @@ def _merged(graphs: Sequence[StepGraph]) -> StepGraph:
             )
             for group in zip(*(g.saves for g in graphs), strict=True)
         ),
-    )
-
-
-def _op_like(op: Op, seconds: float, workspace_bytes: int) -> Op:
-    return Op(
-        name=op.name,
-        module=op.module,
-        phase=op.phase,
-        tick=op.tick,
-        seconds=seconds,
-        inputs=op.inputs,
-        outputs=op.outputs,
-        replayable=op.replayable,
-        workspace_bytes=workspace_bytes,
-        unreplayed=op.unreplayed,
     )
 
 

@@ -87,7 +87,12 @@ def _find_items(problem: Problem, no_recompute: Collection[int] = ()) -> list[It
 
 
 def _with_replays(problem: Problem, items: list[Item]) -> list[Item]:
-    earliest = _earliest_replays(problem)
+    earliest, live_until = _earliest_replays(problem), problem.lists.live_until
+
+    def held_after(tick: int) -> Callable[[int], bool]:
+        """Whether the program holds a value after a tick, so that it may be used where it lies."""
+        return lambda value: bool(live_until[value] > tick)
+
     place = {item.candidate.value: i for i, item in enumerate(items)}
     consumers: list[set[int]] = [set() for _ in items]
     sharers: list[set[int]] = [set() for _ in items]
@@ -100,7 +105,7 @@ def _with_replays(problem: Problem, items: list[Item]) -> list[Item]:
         if not item.candidate.can_recompute:
             continue
         begin = earliest[producers[i]]
-        ops, behind = walk_back(problem, item.candidate.value, is_held=_held_after(problem, begin))
+        ops, behind = walk_back(problem, item.candidate.value, is_held=held_after(begin))
         found[i] = dataclasses.replace(
             item,
             ops=ops,
@@ -157,18 +162,9 @@ def _returns(items: Sequence[Item], i: int, makers: int, reads: Sequence[int]) -
     return tuple((tick, first_after(tick)) for tick in chosen)
 
 
-def _held_after(problem: Problem, tick: int) -> Callable[[int], bool]:
-    """Whether the program holds a value after a tick, so that it may be used where it lies."""
-    return lambda value: _dead_from(problem, value) > tick
-
-
-def _dead_from(problem: Problem, value: int) -> int:
-    return min(problem.graph.storages[problem.graph.values[value].storage].death, problem.written_until[value])
-
-
 def _earliest_replays(problem: Problem) -> list[int]:
     """By op: a tick before which it is never replayed; consumers come after producers, so one pass back suffices."""
-    graph = problem.graph
+    graph, live_until = problem.graph, problem.lists.live_until
     ticks = sorted(unpack.tick for unpack in problem.unpacks if unpack.storage in problem.candidates)
     reads: dict[int, list[int]] = {}
     for unpack in problem.unpacks:
@@ -181,7 +177,7 @@ def _earliest_replays(problem: Problem) -> list[int]:
         if not op.replayable:
             continue
         for v in op.outputs:
-            dead = _dead_from(problem, v)
+            dead = live_until[v]
             own = reads.get(v, [])
             at = _next(own, dead)
             if wanted[v] < NEVER:
