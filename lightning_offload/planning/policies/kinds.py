@@ -22,19 +22,17 @@ class Kind(enum.Enum):
     MATMUL = "product of two activations"
     JOIN = "sum of two activations"
     CONCAT = "concatenation"
-    POOL = "pooling"
-    NORM = "normalization"
     SOFTMAX = "softmax"
-    DROPOUT = "dropout"
     ACTIVATION = "activation function"
     OTHER = "other"
 
 
-COMPUTE_BOUND = frozenset({Kind.CONV, Kind.RECURRENT, Kind.ATTENTION, Kind.LINEAR, Kind.MATMUL})
-"""Too dear to run twice by all the papers; attention and its products take the place of layers of their time."""
+DEAR = (Kind.CONV, Kind.RECURRENT, Kind.ATTENTION, Kind.LINEAR, Kind.MATMUL, Kind.JOIN, Kind.CONCAT)
+"""The kinds that policies do not run twice, in the order in which they count where a result is made by several ops.
 
-STRENGTH = (Kind.CONV, Kind.RECURRENT, Kind.ATTENTION, Kind.LINEAR, Kind.MATMUL, Kind.JOIN, Kind.CONCAT)
-"""Which kind counts where a result is made by several ops; other kinds count only if they come last."""
+All the papers find the first ones too dear; attention and its products take the place of layers of their time. Sums and
+concatenations would chain back to a network's input. Other kinds count only if they come last.
+"""
 
 _PATTERNS = tuple(
     (kind, re.compile(pattern))
@@ -44,10 +42,7 @@ _PATTERNS = tuple(
         (Kind.ATTENTION, r"attention"),
         (Kind.MATMUL, r"bmm|^dot$"),
         (Kind.LINEAR, r"(^|_)mm$|addmm|linear|mv$"),
-        (Kind.POOL, r"pool"),
         (Kind.SOFTMAX, r"softmax"),
-        (Kind.DROPOUT, r"dropout|bernoulli"),
-        (Kind.NORM, r"(batch|layer|group|instance|rms)_?norm"),
         (Kind.CONCAT, r"^(cat|stack|concat)$"),
         (Kind.JOIN, r"^add$"),
         (Kind.ACTIVATION, r"elu|sigmoid|tanh|silu|mish|hardswish|softplus|threshold|glu|clamp"),

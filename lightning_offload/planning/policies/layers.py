@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_offload.graph.step_graph import Op
-from lightning_offload.planning.policies.kinds import STRENGTH, Kind, kind_of
+from lightning_offload.planning.policies.kinds import DEAR, Kind, kind_of
 from lightning_offload.planning.problem import MAX_REPLAYED_OPS, Candidate, Problem, walk_back
 from lightning_offload.planning.simulator import Actions
 
@@ -113,7 +113,7 @@ class Layers:
         last = _kind_in(problem, graph.ops[producer]) if producer >= 0 else Kind.OTHER
         return Layer(
             storage=candidate.storage,
-            kind=next((kind for kind in STRENGTH if kind in kinds), last),
+            kind=next((kind for kind in DEAR if kind in kinds), last),
             num_bytes=candidate.num_bytes,
             producer=producer,
             chain=chain,

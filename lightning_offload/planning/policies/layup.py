@@ -16,12 +16,10 @@ layers, from the first on, are treated so as is fastest within it; the paper tre
 from __future__ import annotations
 
 from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.planning.policies.kinds import COMPUTE_BOUND, Kind
+from lightning_offload.planning.policies.kinds import DEAR
 from lightning_offload.planning.policies.layers import Layer, layers_of
 from lightning_offload.planning.policies.schedules import by_layers
 from lightning_offload.planning.request import PlanRequest
-
-_TRANSFERRED = COMPUTE_BOUND | {Kind.JOIN, Kind.CONCAT}
 
 
 def layup(request: PlanRequest) -> MemoryPlan:
@@ -31,4 +29,4 @@ def layup(request: PlanRequest) -> MemoryPlan:
 
 
 def _is_recomputed(layer: Layer) -> bool:
-    return layer.can_recompute and (layer.kind not in _TRANSFERRED or not layer.can_swap)
+    return layer.can_recompute and (layer.kind not in DEAR or not layer.can_swap)

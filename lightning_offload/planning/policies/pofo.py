@@ -25,7 +25,7 @@ import numpy.typing as npt
 from lightning_offload.graph.memory_plan import Action, MemoryPlan
 from lightning_offload.planning.links import in_rates, out_rates
 from lightning_offload.planning.policies.fitting import Fitting, Tried, fit_host, num_tried, spaced
-from lightning_offload.planning.policies.kinds import COMPUTE_BOUND, Kind
+from lightning_offload.planning.policies.kinds import DEAR
 from lightning_offload.planning.policies.layers import Layers, layers_of
 from lightning_offload.planning.policies.segments import by_block, equal_parts
 from lightning_offload.planning.request import PlanRequest
@@ -33,7 +33,6 @@ from lightning_offload.planning.request import PlanRequest
 _SLOTS = 192  # of memory
 _MAX_BUDGETS = 48  # that are tried
 _PRICES = (0.02, 0.2, 1.0)  # of a second of copies, in seconds
-_DEAR = COMPUTE_BOUND | {Kind.JOIN, Kind.CONCAT}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +102,7 @@ def _block(request: PlanRequest, layers: Layers, storages: list[int]) -> Block:
     }
     again = [s for s in storages if by_storage[s].can_recompute]
     results = [s for s in storages if s in read_later or s not in again]
-    cheap = [s for s in again if by_storage[s].kind not in _DEAR]
+    cheap = [s for s in again if by_storage[s].kind not in DEAR]
     movable = [s for s in storages if by_storage[s].can_swap]
     ways = [
         ((), ()),

@@ -22,11 +22,11 @@ from __future__ import annotations
 
 from lightning_offload.graph.memory_plan import Action, MemoryPlan
 from lightning_offload.planning.policies.fitting import Fitting, Ordered, fit_host
-from lightning_offload.planning.policies.kinds import COMPUTE_BOUND, Kind
+from lightning_offload.planning.policies.kinds import DEAR, Kind
 from lightning_offload.planning.policies.layers import Layer, Layers, layers_of
 from lightning_offload.planning.request import PlanRequest
 
-_CHECKPOINTS = COMPUTE_BOUND | {Kind.SOFTMAX, Kind.JOIN, Kind.CONCAT}
+_CHECKPOINTS = (*DEAR, Kind.SOFTMAX)
 
 
 def superneurons(request: PlanRequest) -> MemoryPlan:

@@ -15,14 +15,12 @@ def test_kinds_of_aten_ops(subtests: pytest.Subtests) -> None:
         (Kind.MATMUL, "bmm baddbmm dot"),
         (Kind.ATTENTION, "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu_backward"),
         (Kind.RECURRENT, "mkldnn_rnn_layer _cudnn_rnn_backward _thnn_fused_lstm_cell _thnn_fused_gru_cell"),
-        (Kind.POOL, "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d_backward"),
-        (Kind.NORM, "native_batch_norm native_layer_norm cudnn_batch_norm native_group_norm _fused_rms_norm"),
         (Kind.SOFTMAX, "_softmax _log_softmax _log_softmax_backward_data"),
-        (Kind.DROPOUT, "native_dropout bernoulli_"),
         (Kind.ACTIVATION, "relu relu_ gelu silu sigmoid_ tanh threshold_backward leaky_relu hardtanh elu"),
         (Kind.JOIN, "add add_"),
         (Kind.CONCAT, "cat stack"),
         (Kind.OTHER, "mul clone embedding _to_copy scatter nll_loss_forward linalg_vector_norm convert where"),
+        (Kind.OTHER, "max_pool2d_with_indices native_batch_norm native_layer_norm _fused_rms_norm native_dropout"),
     ]:
         with subtests.test(kind=kind):
             for name in names.split():

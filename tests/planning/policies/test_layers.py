@@ -31,7 +31,7 @@ def test_readers_and_last_use() -> None:
 def test_nodes_of_backward_are_in_order_with_their_kinds() -> None:
     """One node for each layer that reads anything back."""
     nodes = Layers(Problem(conv_bn_relu(depth=2))).nodes
-    assert [node.kind for node in nodes] == [Kind.ACTIVATION, Kind.NORM, Kind.CONV] * 2
+    assert [node.kind for node in nodes] == [Kind.ACTIVATION, Kind.OTHER, Kind.CONV] * 2
     assert [node.ordinal for node in nodes] == list(range(6))
 
 
