@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from bisect import insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar, get_args
 
@@ -178,17 +177,22 @@ def most_bytes(blocks: Sequence[Stay]) -> int:
 
 def _first_fit(blocks: Sequence[Stay], order: Sequence[int]) -> list[int]:
     """Place blocks one after another, each at the lowest offset that is free during its whole stay."""
-    placed: list[tuple[int, int, int, int]] = []
+    begins, ends, lows, highs = (np.zeros(len(blocks), dtype=np.int64) for _ in range(4))
     offsets = [0] * len(blocks)
-    for i in order:
+    for k, i in enumerate(order):
         block = blocks[i]
-        num_bytes, begin, end, offset = block.num_bytes, block.begin, block.end, 0
-        for low, high, other_begin, other_end in placed:
-            if other_begin < end and other_end > begin:
-                if low - offset >= num_bytes:
-                    break
-                if high > offset:
-                    offset = high
+        meets = np.flatnonzero((begins[:k] < block.end) & (ends[:k] > block.begin))
+        offset = _lowest_gap(lows[meets], highs[meets], block.num_bytes)
         offsets[i] = offset
-        insort(placed, (offset, offset + num_bytes, begin, end))
+        begins[k], ends[k], lows[k], highs[k] = block.begin, block.end, offset, offset + block.num_bytes
     return offsets
+
+
+def _lowest_gap(lows: npt.NDArray[np.int64], highs: npt.NDArray[np.int64], num_bytes: int) -> int:
+    """The lowest offset at which a number of bytes meets none of the ranges."""
+    if not len(lows):
+        return 0
+    by_low = np.argsort(lows, kind="stable")
+    floors = np.concatenate(([0], np.maximum.accumulate(highs[by_low])))
+    fits = np.flatnonzero(lows[by_low] - floors[:-1] >= num_bytes)
+    return int(floors[fits[0]] if len(fits) else floors[-1])
