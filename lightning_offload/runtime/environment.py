@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,12 +27,10 @@ class _Setting:
     Attributes:
         read: Gives its value.
         write: Takes one.
-        is_of_products: Whether only products of matrices, convolutions and what is made of them depend on it.
     """
 
     read: Callable[[], Any]
     write: Callable[[Any], object]
-    is_of_products: bool = False
 
 
 def _flushes_denormals() -> bool:
@@ -48,10 +46,10 @@ def _set_determinism(value: tuple[bool, bool]) -> None:
     torch._C._set_deterministic_algorithms(value[0], warn_only=value[1])
 
 
-def _pair(name: str, setter: str = "", *, is_of_products: bool = False) -> list[_Setting]:
+def _pair(name: str, setter: str = "") -> list[_Setting]:
     """A setting that torch has as two functions of its C extension; none where this torch does not have it."""
     read, write = getattr(torch._C, f"_get_{name}", None), getattr(torch._C, f"_set_{setter or name}", None)
-    return [_Setting(read, write, is_of_products)] if read is not None and write is not None else []
+    return [_Setting(read, write)] if read is not None and write is not None else []
 
 
 def _precision(backend: str, op: str) -> list[_Setting]:
@@ -60,7 +58,7 @@ def _precision(backend: str, op: str) -> list[_Setting]:
     write = getattr(torch._C, "_set_fp32_precision_setter", None)
     if read is None or write is None:
         return []
-    return [_Setting(functools.partial(read, backend, op), functools.partial(write, backend, op), is_of_products=True)]
+    return [_Setting(functools.partial(read, backend, op), functools.partial(write, backend, op))]
 
 
 def _reduction(name: str) -> list[_Setting]:
@@ -82,16 +80,16 @@ _EVERYWHERE = [
     _Setting(_determinism, _set_determinism),
     *_pair("deterministic_fill_uninitialized_memory"),
     *_precision("generic", "all"),
-    *_pair("math_sdp_enabled", "sdp_use_math", is_of_products=True),
-    *_pair("flash_sdp_enabled", "sdp_use_flash", is_of_products=True),
+    *_pair("math_sdp_enabled", "sdp_use_math"),
+    *_pair("flash_sdp_enabled", "sdp_use_flash"),
 ]
 _ON_CPU = [
     _Setting(torch.get_num_threads, torch.set_num_threads),
     _Setting(_flushes_denormals, torch.set_flush_denormal),
     *_pair("mkldnn_enabled"),
     *_pair("mkldnn_deterministic"),
-    *_pair("nnpack_enabled", is_of_products=True),
-    *_pair("cpu_allow_fp16_reduced_precision_reduction", is_of_products=True),
+    *_pair("nnpack_enabled"),
+    *_pair("cpu_allow_fp16_reduced_precision_reduction"),
     *[setting for op in ("all", "matmul", "conv", "rnn") for setting in _precision("mkldnn", op)],
 ]
 _ON_CUDA = [
@@ -116,24 +114,15 @@ _Read = Callable[[], tuple[Any, ...]]
 class Environment:
     """The settings at one moment; calls that ran under the same ones share it."""
 
-    __slots__ = ("_few", "_read", "_read_few", "_settings", "_values")
+    __slots__ = ("_read", "_settings", "_values")
 
-    def __init__(self, settings: tuple[_Setting, ...], read: _Read, read_few: _Read) -> None:
-        self._settings = settings
-        self._read, self._read_few = read, read_few
-        self._values, self._few = read(), read_few()
+    def __init__(self, settings: tuple[_Setting, ...], read: _Read) -> None:
+        self._settings, self._read = settings, read
+        self._values = read()
 
-    def now(self, *, for_product: bool = True) -> Environment:
-        """This one where nothing has changed, else another with the settings as they are.
-
-        Args:
-            for_product: Whether settings of products matter; to ask for the others alone takes half the time.
-        """
-        if for_product:
-            is_same = self._read() == self._values
-        else:
-            is_same = self._read_few() == self._few
-        return self if is_same else Environment(self._settings, self._read, self._read_few)
+    def now(self) -> Environment:
+        """This one where nothing has changed, else another with the settings as they are."""
+        return self if self._read() == self._values else Environment(self._settings, self._read)
 
     def put(self, before: Environment) -> None:
         """Change the settings to these, from those in force, which are ``before``'s."""
@@ -144,19 +133,16 @@ class Environment:
 
 def environment_on(device: torch.device) -> Environment:
     """The settings as they are that matter to ops on a device."""
-    return Environment(*_readers(is_cpu=device.type == "cpu"))
+    return Environment(*_reader(is_cpu=device.type == "cpu"))
 
 
 @functools.cache
-def _readers(*, is_cpu: bool) -> tuple[tuple[_Setting, ...], _Read, _Read]:
-    """The settings of a kind of device, what reads them all, and what reads those that are not of products alone."""
+def _reader(*, is_cpu: bool) -> tuple[tuple[_Setting, ...], _Read]:
+    """The settings of a kind of device, and what reads them.
+
+    Written out: it is called for each recorded op, and a loop would take twice as long.
+    """
     settings = (*_EVERYWHERE, *(_ON_CPU if is_cpu else _ON_CUDA))
-    few = [setting for setting in settings if not setting.is_of_products]
-    return settings, _reader_of(settings), _reader_of(few)
-
-
-def _reader_of(settings: Sequence[_Setting]) -> _Read:
-    """What reads settings, written out: it is called for each recorded op, and a loop would take twice as long."""
     reads = {f"read_{i}": setting.read for i, setting in enumerate(settings)}
     read: _Read = eval(f"lambda: ({', '.join(f'{name}()' for name in reads)},)", reads)
-    return read
+    return settings, read

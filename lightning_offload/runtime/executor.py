@@ -305,9 +305,8 @@ class StepExecutor:
                 place = self._follower.op(facts.name)
                 if place == LEFT:
                     self.deviate(self._follower.refusal)
-            if place == LEFT or self.observer is not None or (place >= 0 and self._op_flags[place]):
-                return self._dispatch(func, facts, args, kwargs, place)
-            if facts.mutates and not self._writes.is_idle(facts, args):
+            is_planned = place >= 0 and self._op_flags[place]
+            if place == LEFT or is_planned or facts.mutates or self.observer is not None:
                 return self._dispatch(func, facts, args, kwargs, place)
             return call(func, args, kwargs)
         finally:

@@ -151,11 +151,8 @@ class ValueTracker:
 
     def environment(self) -> Environment:
         """The settings as they are."""
-        return self._environment_now(for_product=True)
-
-    def _environment_now(self, *, for_product: bool) -> Environment:
         known = self._environment
-        self._environment = known.now(for_product=for_product) if known is not None else environment_on(self._device)
+        self._environment = known.now() if known is not None else environment_on(self._device)
         return self._environment
 
     def record(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
@@ -168,7 +165,6 @@ class ValueTracker:
             for tensor in facts.written(args, kwargs):
                 if not self._is_replayable_after_write(tensor):
                     return None
-        environment = self._environment_now(for_product=facts.may_multiply)
         try:
             call = record_call(
                 func,
@@ -177,7 +173,7 @@ class ValueTracker:
                 kwargs,
                 self._ref,
                 device=self._device,
-                environment=environment,
+                environment=self.environment(),
                 blank=blank,
             )
         except Unrecordable:

@@ -476,10 +476,6 @@ class ValueTable:
             return None
         return value
 
-    def may_hold(self, storage: torch.UntypedStorage) -> bool:
-        """Whether there may be a value that a storage holds: there is none where this is False."""
-        return storage._cdata in self._entries
-
     def indexed(self, index: int) -> LiveValue | None:
         """The live value on a storage of the step graph."""
         reference = self._by_index.get(index)

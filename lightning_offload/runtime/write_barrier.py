@@ -21,8 +21,6 @@ from lightning_offload.runtime.values import LiveValue, ValueTable
 from lightning_offload.tensors.observer import StepObserver
 from lightning_offload.tensors.op_facts import OpFacts, is_plain
 
-_num_function_modes = torch._C._len_torch_function_stack
-
 
 class WriteBarrier:
     """Settles what needs the old contents of the storages that one step follows.
@@ -52,19 +50,6 @@ class WriteBarrier:
             _MINDING.add(self)
             _count(1)
             weakref.finalize(self, _count, -1).atexit = False
-
-    def is_idle(self, facts: OpFacts, args: tuple[Any, ...]) -> bool:
-        """Whether an op surely writes nothing that any step follows, told in little time."""
-        if not args or len(_MINDING) > self._num_own or _num_function_modes():
-            return False
-        if facts.writes_first_alone:
-            return self._is_apart(args[0])
-        if facts.writes or facts.writes_all:
-            return False
-        return all(args[i] is None or self._is_apart(args[i]) for i in facts.running_stats[:-1])
-
-    def _is_apart(self, tensor: Any) -> bool:
-        return tensor.__class__ is Tensor and is_plain(tensor) and not self._table.may_hold(tensor.untyped_storage())
 
     def before_op(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Tensor, int]]:
         """Settle what needs the old contents of storages about to be written; those made in this step, by identity."""
