@@ -154,8 +154,8 @@ def _may_be_gone(value: LiveValue) -> bool:
     return value.call is not None and value.block is None and value.storage is None
 
 
-class _Memory(dict[LiveValue, Tensor]):
-    """By value: a tensor on the memory that holds it, of any geometry, for as long as a replay needs that.
+class _Memory(dict[LiveValue, torch.UntypedStorage]):
+    """By value: the memory that holds it, for as long as a replay needs that.
 
     Attributes:
         readers: By value: how many calls of the chain are still to read it.
@@ -169,13 +169,6 @@ class _Memory(dict[LiveValue, Tensor]):
         for call in calls:
             for v in call.inputs:
                 readers[v] = readers.get(v, 0) + 1
-
-    def add(self, value: LiveValue, tensor: Tensor) -> None:
-        """Know a value by a tensor on its memory; one with lazy bits is no base for others."""
-        if not (tensor.is_conj() or tensor.is_neg()):
-            self[value] = tensor
-        else:
-            self[value] = Geometry.of(tensor)._replace(conj=False, neg=False).view(tensor.untyped_storage())
 
     def is_spare(self, value: LiveValue) -> bool:
         """Whether a call may write it: the replay's own, and nobody reads it later."""
@@ -228,8 +221,7 @@ class Replay:
             modes.put_back(hidden)
             if current is not before:
                 before.put(current)
-        made = memory.get(value)
-        storage = made.untyped_storage() if made is not None else value.storage
+        storage = memory.get(value, value.storage)
         if storage is None:
             raise ReplayError(f"{calls[-1].facts.name} did not give on replay what it gave at first")
         return storage
@@ -239,14 +231,8 @@ class Replay:
         readers = memory.readers
         for v in call.inputs:
             readers[v] -= 1
-        copies = _written_copies(call, memory, self._storage, self.notice) if call.facts.mutates else None
-        args: list[Any] = []
-        for item in call.args:
-            if item.__class__ is not Ref:
-                args.append(item if item.__class__ in _ATOMS else self._thaw(item, memory, copies))
-            else:
-                tensor = None if copies else memory.get(item[0])
-                args.append(self._on_memory(item, memory, copies) if tensor is None else item[1].alias_on(tensor))
+        copies = self._written_copies(call, memory) if call.facts.mutates else {}
+        args = [item if item.__class__ in _ATOMS else self._thaw(item, memory, copies) for item in call.args]
         kwargs = call.kwargs and {name: self._thaw(item, memory, copies) for name, item in call.kwargs.items()}
         for v in call.inputs:
             if not readers[v]:
@@ -264,29 +250,33 @@ class Replay:
             if not self.is_rehearsal:
                 self.keep(result, storage)
             if readers.get(result):
-                memory.add(result, tensor)
+                memory[result] = storage
                 memory.made.add(result)
 
     def _storage(self, value: LiveValue, memory: _Memory) -> torch.UntypedStorage:
-        tensor = memory.get(value)
-        return tensor.untyped_storage() if tensor is not None else self.have(value)
+        """What holds a value now."""
+        storage = memory.get(value)
+        if storage is None:
+            storage = self.have(value)
+            if memory.readers[value]:
+                memory[value] = storage
+        return storage
 
-    def _on_memory(self, ref: Ref, memory: _Memory, copies: _Copies | None) -> Tensor:
-        """The tensor that a recorded one stands for, on what holds its value now."""
-        value = ref.value
-        if copies is not None and value in copies:
-            return ref.geometry.view(copies[value])
-        tensor = memory.get(value)
-        if tensor is not None:
-            return ref.geometry.alias_on(tensor)
-        tensor = ref.geometry.view(self.have(value))
-        if memory.readers[value]:
-            memory.add(value, tensor)
-        return tensor
+    def _written_copies(self, call: Call, memory: _Memory) -> _Copies:
+        """A copy for the call alone of each storage that it writes and that is not the replay's own to write."""
+        copies: _Copies = {}
+        for ref in _written_refs(call):
+            value = ref.value
+            if value not in copies and not memory.is_spare(value):
+                original = self._storage(value, memory)
+                copy = copies[value] = _memory(original.nbytes(), original.device, self.notice)
+                storage_bytes(copy).copy_(storage_bytes(original))
+        return copies
 
-    def _thaw(self, item: Any, memory: _Memory, copies: _Copies | None) -> Any:
+    def _thaw(self, item: Any, memory: _Memory, copies: _Copies) -> Any:
         if isinstance(item, Ref):
-            return self._on_memory(item, memory, copies)
+            value, geometry = item
+            return geometry.view(copies[value] if value in copies else self._storage(value, memory))
         if isinstance(item, Blank):
             return item.geometry.view(_memory(item.num_bytes, item.geometry.device, self.notice))
         if _is_nested(item):
@@ -335,23 +325,6 @@ def _is_apart(storage: torch.UntypedStorage, args: list[Any]) -> bool:
 
 
 _Copies = dict[LiveValue, torch.UntypedStorage]
-
-
-def _written_copies(
-    call: Call,
-    memory: _Memory,
-    storage_of: Callable[[LiveValue, _Memory], torch.UntypedStorage],
-    notice: Notice | None,
-) -> _Copies:
-    """A copy for the call alone of each storage that it writes and that is not the replay's own to write."""
-    copies: _Copies = {}
-    for ref in _written_refs(call):
-        value = ref.value
-        if value not in copies and not memory.is_spare(value):
-            original = storage_of(value, memory)
-            copy = copies[value] = _memory(original.nbytes(), original.device, notice)
-            storage_bytes(copy).copy_(storage_bytes(original))
-    return copies
 
 
 def _written_refs(call: Call) -> Iterator[Ref]:

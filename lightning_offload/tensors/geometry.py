@@ -63,15 +63,6 @@ class Geometry(NamedTuple):
             if has_grad:
                 torch._C._set_grad_enabled(True)
 
-    def alias_on(self, tensor: Tensor) -> Tensor:
-        """The tensor with this geometry on the memory of another one, which may be that one itself."""
-        size, stride, offset, dtype, _, conj, neg = self
-        if tensor.dtype is not dtype or conj or neg or tensor.is_conj() or tensor.is_neg():
-            return self.view(tensor.untyped_storage())
-        if tensor.shape == size and tensor.stride() == stride and tensor.storage_offset() == offset:
-            return tensor
-        return tensor.as_strided(size, stride, offset)
-
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one shape and dtype hold the same bits (so NaN equals NaN, 0.0 differs from -0.0).
