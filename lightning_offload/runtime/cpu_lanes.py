@@ -180,9 +180,7 @@ class WorkerLanes(CopyLanes):
 
     @override
     def take_times(self) -> LaneTimes:
-        out_bytes, out_seconds = self._out.take()
-        in_bytes, in_seconds = self._in.take()
-        return LaneTimes(out_bytes=out_bytes, out_seconds=out_seconds, in_bytes=in_bytes, in_seconds=in_seconds)
+        return LaneTimes(*self._out.take(), *self._in.take())
 
     @override
     def settle(self) -> None:

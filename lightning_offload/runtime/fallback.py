@@ -252,7 +252,7 @@ class SupersetRule:
 
     def _is_external(self, place: int, storage: torch.UntypedStorage, value: LiveValue | None) -> bool:
         """Whether a saved storage was there before the step, and stays."""
-        if place >= 0 and self._follower.route.is_external[place]:
+        if place >= 0 and place not in self._program.made_packs:
             return True
         return value is None if self._policy.sees_ops else storage._cdata in self._policy.outliving()
 

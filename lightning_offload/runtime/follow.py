@@ -254,7 +254,7 @@ class BySize(_ByPlace):
 
     def __init__(self, program: Program, route: SizeRoute) -> None:
         super().__init__(program, route.unpacks, most_stray_ops=sys.maxsize)  # what is saved tells
-        self._route = route
+        self._route, self._pack_bytes = route, program.pack_bytes
         self._num_taken = 0
 
     @override
@@ -280,7 +280,7 @@ class BySize(_ByPlace):
         return STRAY if num_bytes <= TINY_BYTES else LEFT
 
     def _found(self, num_bytes: int) -> int:
-        planned, matters, place = self._route.pack_bytes, self._route.matters, self.place
+        planned, matters, place = self._pack_bytes, self._route.matters, self.place
         if place < len(planned) and planned[place] in (0, num_bytes):
             return place
         reach = _FEW_MISSING if num_bytes <= TINY_BYTES else _MANY_MISSING
@@ -303,9 +303,9 @@ class BySize(_ByPlace):
         return self._lacks_op(sees_ops) or (f"backward began where {self._expected()}" if is_missing else "")
 
     def _expected(self) -> str:
-        if self.place >= len(self._route.pack_bytes):
+        if self.place >= len(self._pack_bytes):
             return "nothing more was expected"
-        return f"one of {self._route.pack_bytes[self.place]} bytes was expected"
+        return f"one of {self._pack_bytes[self.place]} bytes was expected"
 
     @override
     def where(self) -> str:

@@ -23,11 +23,10 @@ from __future__ import annotations
 import abc
 import contextlib
 import ctypes
-import dataclasses
 import threading
 import time
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from typing_extensions import override
@@ -37,8 +36,7 @@ from lightning_offload.runtime.hooks import dynamo_disabled
 from lightning_offload.tensors.geometry import plain_set
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LaneTimes:
+class LaneTimes(NamedTuple):
     """What lanes did since they were last asked.
 
     Attributes:
@@ -57,13 +55,7 @@ class LaneTimes:
 
     def added(self, other: LaneTimes) -> LaneTimes:
         """What these lanes and others of the same tier did."""
-        return LaneTimes(
-            out_bytes=self.out_bytes + other.out_bytes,
-            out_seconds=self.out_seconds + other.out_seconds,
-            in_bytes=self.in_bytes + other.in_bytes,
-            in_seconds=self.in_seconds + other.in_seconds,
-            stall_seconds=self.stall_seconds + other.stall_seconds,
-        )
+        return LaneTimes._make(map(sum, zip(self, other, strict=True)))
 
 
 class CopyLanes(abc.ABC):

@@ -351,8 +351,7 @@ def _compiled(core: ModuleType, program: Program, *, sees_ops: bool) -> Any:
             pack_storages=program.pack_storages if route is None else route.storages,
             first_packs=program.first_packs,
             pack_flags=bytes(
-                (_MADE if place in program.made_packs else 0)
-                | (_EXTERNAL if route is not None and route.is_external[place] else 0)
+                _MADE if place in program.made_packs else _EXTERNAL if route is not None else 0
                 for place in range(num_packs)
             ),
             pack_releases=program.release_at_pack,

@@ -71,15 +71,7 @@ class NativeLanes(CopyLanes):
 
     @override
     def take_times(self) -> LaneTimes:
-        out_bytes, out_seconds, in_bytes, in_seconds, stall_seconds = self.core.take_times()
-        times = LaneTimes(
-            out_bytes=out_bytes,
-            out_seconds=out_seconds,
-            in_bytes=in_bytes,
-            in_seconds=in_seconds,
-            stall_seconds=stall_seconds,
-        )
-        return times.added(self._others.take_times())
+        return LaneTimes(*self.core.take_times()).added(self._others.take_times())
 
     @override
     def settle(self) -> None:

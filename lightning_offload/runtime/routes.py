@@ -27,13 +27,11 @@ class SizeRoute:
     """Of a plan that was made elsewhere.
 
     Attributes:
-        pack_bytes: By pack: bytes of the storage behind it; 0 where that is on another device.
         matters: By pack: whether what it saves leaves the device.
         modules: By pack: the module that saves it.
         unpacks: By pack: the ordinals of its unpacks.
     """
 
-    pack_bytes: tuple[int, ...]
     matters: tuple[bool, ...]
     modules: tuple[str, ...]
     unpacks: tuple[tuple[int, ...], ...]
@@ -48,7 +46,6 @@ class SizeRoute:
         """
         storages = [graph.values[save.value].storage for save in graph.saves]
         return cls(
-            pack_bytes=tuple(graph.storages[storage].num_bytes for storage in storages),
             matters=tuple(storage in decisions for storage in storages),
             modules=tuple(save.module for save in graph.saves),
             unpacks=_unpacks(graph),
@@ -115,7 +112,6 @@ class FormRoute:
     Attributes:
         forms: By pack: what is saved, with open sizes.
         storages: By pack: the storage of the graph, where it is the first save of one that the step made; else -1.
-        is_external: By pack: whether it is of what was there before the step.
         kept_bytes: By pack: what the plan keeps of what the step made, once it is saved, and backward has yet to read.
         unpacks: By pack: the ordinals of its unpacks.
         borders: Packs that a backward comes before.
@@ -125,7 +121,6 @@ class FormRoute:
 
     forms: tuple[SavedForm, ...]
     storages: tuple[int, ...]
-    is_external: tuple[bool, ...]
     kept_bytes: tuple[int, ...]
     unpacks: tuple[tuple[int, ...], ...]
     borders: tuple[int, ...]
@@ -154,13 +149,12 @@ class FormRoute:
         for save in graph.saves:
             index = graph.values[save.value].storage
             gone_at[index] = max(gone_at.get(index, 0), save.release_tick)
-        storages, is_external, kept, seen = [], [], [], set[int]()
+        storages, kept, seen = [], [], set[int]()
         alive: list[tuple[int, int]] = []  # of what the plan keeps: when it goes, and bytes
         kept_bytes = 0
         for save in graph.saves:
             index = graph.values[save.value].storage
             storage = graph.storages[index]
-            is_external.append(storage.is_persistent)
             is_first = index not in seen and not storage.is_persistent
             seen.add(index)
             may_leave = is_first and last[index] == save.value
@@ -180,7 +174,6 @@ class FormRoute:
         return cls(
             forms=tuple(forms),
             storages=tuple(storages),
-            is_external=tuple(is_external),
             kept_bytes=tuple(kept),
             unpacks=_unpacks(graph),
             borders=borders,

@@ -17,7 +17,6 @@ Once a job has let go of its storage, movers see to it that the device memory of
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import queue
 import time
 from collections.abc import Callable
@@ -330,7 +329,7 @@ class StagedLanes(WorkerLanes):
 
     @override
     def take_times(self) -> LaneTimes:
-        return dataclasses.replace(super().take_times(), stall_seconds=self._mover.take_times().stall_seconds)
+        return super().take_times()._replace(stall_seconds=self._mover.take_times().stall_seconds)
 
     @override
     def settle(self) -> None:

@@ -260,17 +260,12 @@ class StreamLanes(Mover, CopyLanes):
         self.drain()
         with self._lock:
             timed_out, timed_in = self._out.take(), self._in.take()
-        (out_bytes, out_seconds), (in_bytes, in_seconds) = _added(timed_out), _added(timed_in)
+        copied = *_added(timed_out), *_added(timed_in)
         stalls, self._stalls = self._stalls, []
         for _, after in stalls:  # perhaps on several streams
             after.synchronize()
-        return LaneTimes(
-            out_bytes=out_bytes,
-            out_seconds=out_seconds,
-            in_bytes=in_bytes,
-            in_seconds=in_seconds,
-            stall_seconds=sum(max(0.0, before.elapsed_time(after) / 1000 - _EVENT_SECONDS) for before, after in stalls),
-        )
+        stalled = sum(max(0.0, before.elapsed_time(after) / 1000 - _EVENT_SECONDS) for before, after in stalls)
+        return LaneTimes(*copied, stalled)
 
     @contextlib.contextmanager
     def _on(self, stream: Any, mark: Any, num_bytes: int, direction: _Direction) -> Iterator[None]:
