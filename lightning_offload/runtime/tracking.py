@@ -53,43 +53,11 @@ class ValueTracker:
         call: Call | None,
     ) -> str:
         """Follow the values that an op made, as :meth:`op` does, where nobody has asked yet what it made."""
-        if call is not None and (not facts.mutates or facts.running_stats):
-            found = self._made_by_recorded(facts, args, kwargs, out)
-        else:
-            found = sole_effect(facts, args, kwargs, out)
+        found = sole_effect(facts, args, kwargs, out)
         if found is None:
             did = effects(facts, args, kwargs, out)
             found = did.made, did.num_fresh
         return self.op(facts, *found, planned, call)
-
-    def _made_by_recorded(
-        self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
-    ) -> tuple[list[Tensor], int] | None:
-        """What a recorded call made, and how many of that are fresh; None where that takes a closer look.
-
-        As effects tell it: all that it reads is in the table, so what is not lies on fresh memory.
-        """
-        made: list[Tensor] = []
-        keys: set[int] = set()
-        for tensor in (out,) if isinstance(out, Tensor) else out if out.__class__ is tuple else (None,):
-            if not isinstance(tensor, Tensor) or not is_plain(tensor):
-                return None
-            storage = tensor.untyped_storage()
-            if self._find(storage) is not None:
-                return None
-            if storage._cdata not in keys:
-                keys.add(storage._cdata)
-                made.append(tensor)
-        num_fresh = len(made)
-        if facts.running_stats:
-            for tensor in facts.written(args, kwargs):
-                key = tensor.untyped_storage()._cdata if is_plain(tensor) else 0
-                if key in keys:
-                    return None
-                if key:
-                    made.append(tensor)
-                    keys.add(key)
-        return made, num_fresh
 
     def op(
         self,
