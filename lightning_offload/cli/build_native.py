@@ -35,6 +35,8 @@ def build_native(*, renew: bool, in_package: bool, as_json: bool) -> None:
 
 def _built(*, renew: bool, in_package: bool) -> dict[str, Any]:
     """Where the core lies, what it is for, whether it was built now and how long that took; None where it was there."""
+    import torch
+
     from lightning_offload.runtime import native
     from lightning_offload.runtime.native import build, builds
 
@@ -52,11 +54,10 @@ def _built(*, renew: bool, in_package: bool) -> dict[str, Any]:
         native.import_core(path)
     except ImportError as error:
         raise UnsupportedError(f"{str(path)!r} does not load: {error}; build it anew by --force") from error
-    stamp = builds.wanted()
     return {
         "path": str(path),
-        "torch": stamp.torch,
-        "abi": stamp.abi,
+        "torch": str(torch.__version__),
+        "abi": builds.abi(),
         "was_built": seconds is not None,
         "build_seconds": seconds,
     }

@@ -1,20 +1,19 @@
 """Finds the native core that was built for this torch and this Python, or builds it, once for all processes.
 
-A build is a folder with the library and a stamp that says what it was made of: the sources, the version of torch, and
-Python's ABI. Where the stamp beside the sources is the one wanted, that library is taken: a wheel or an image may hold
-one. Else builds lie in :func:`~lightning_offload.user_cache.native_folder`, each in a folder named by its stamp:
+A build is named by what it was made of: the sources, the version of torch, and Python's ABI. Where the name beside the
+sources is the one wanted, that library is taken: a wheel or an image may hold one. Else builds lie in
+:func:`~lightning_offload.user_cache.native_folder`:
 
-* ``STAMP/`` with ``_core.*.so`` and ``stamp.json``, renamed into place when it is whole;
-* ``STAMP.lock``, which who builds holds and who comes meanwhile waits for;
-* ``STAMP.building-*``, where a build is under way; what a killed one left is removed by the next one;
-* ``STAMP.failed.json`` where the build failed: others do not try for a day, unless the compiler is another. What the
-  compiler said is in ``STAMP.log``.
+* ``NAME/`` with ``_core.*.so``, renamed into place when it is whole;
+* ``NAME.lock``, which who builds holds and who comes meanwhile waits for;
+* ``NAME.building-*``, where a build is under way; what a killed one left is removed by the next one;
+* ``NAME.failed.json`` where the build failed: others do not try for a day, unless the compiler is another. What the
+  compiler said is in ``NAME.log``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import logging
@@ -32,44 +31,26 @@ from lightning_offload.runtime.native import build
 from lightning_offload.runtime.native.build import BuildError
 from lightning_offload.user_cache import native_folder
 
-__all__ = ["Stamp", "build_in_package", "ensure", "find", "find_in_package", "wanted"]
+__all__ = ["abi", "build_in_package", "ensure", "find", "find_in_package"]
 
 _log = logging.getLogger(__name__)
-_STAMP = "stamp.json"
-_STAMP_IN_PACKAGE = "_core.json"
+_NAME_IN_PACKAGE = "_core.json"
 _PATIENCE_SECONDS = 1800.0  # that a process waits for another one to build
 _FAILURE_SECONDS = 24 * 3600.0  # before a build that failed is tried again
 _UNUSED_SECONDS = 90 * 24 * 3600.0  # before builds for other versions are removed
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Stamp:
-    """What a build is made of.
-
-    Attributes:
-        sources: Digest of the C++ files and of the flags.
-        torch: Version of torch, with its local part.
-        abi: Python's ABI, which names the system as well.
-    """
-
-    sources: str
-    torch: str
-    abi: str
-
-    @property
-    def name(self) -> str:
-        """Names the build's folder."""
-        digest = hashlib.sha256(repr(self).encode()).hexdigest()[:16]
-        return f"torch-{self.torch}-{digest}"
+def abi() -> str:
+    """Python's ABI, which names the system as well."""
+    return str(sysconfig.get_config_var("SOABI"))
 
 
-def wanted() -> Stamp:
-    """The stamp of a build of these sources for this process."""
-    digest = hashlib.sha256(repr((build.FLAGS, build.LIBRARIES)).encode())
+def _wanted() -> str:
+    """The name of a build of these sources for this process, by all that it is made of."""
+    digest = hashlib.sha256(repr((build.FLAGS, build.LIBRARIES, str(torch.__version__), abi())).encode())
     for path in sorted([*build.SOURCES.glob("*.cpp"), *build.SOURCES.glob("*.h")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    abi = sysconfig.get_config_var("SOABI")
-    return Stamp(sources=digest.hexdigest(), torch=str(torch.__version__), abi=str(abi))
+    return f"torch-{torch.__version__}-{digest.hexdigest()[:16]}"
 
 
 def find() -> Path | None:
@@ -77,17 +58,22 @@ def find() -> Path | None:
     in_package, folder = find_in_package(), native_folder()
     if in_package is not None or folder is None:
         return in_package
-    stamp = wanted()
-    found = _matching(folder / stamp.name / _STAMP, stamp)
-    if found is not None:
-        with contextlib.suppress(OSError):  # another user's, or read-only
-            os.utime(folder / stamp.name)  # is in use
+    found = folder / _wanted() / build.LIBRARY
+    if not found.is_file():
+        return None
+    with contextlib.suppress(OSError):  # another user's, or read-only
+        os.utime(found.parent)  # is in use
     return found
 
 
 def find_in_package() -> Path | None:
     """The library beside the sources, as a wheel or an image may have it; None where it is not for this process."""
-    return _matching(build.SOURCES / _STAMP_IN_PACKAGE, wanted())
+    library = build.SOURCES / build.LIBRARY
+    try:
+        name = json.loads((build.SOURCES / _NAME_IN_PACKAGE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return library if name == {"name": _wanted()} and library.is_file() else None
 
 
 def ensure(*, renew: bool = False, retry: bool = False) -> Path:
@@ -108,7 +94,7 @@ def ensure(*, renew: bool = False, retry: bool = False) -> Path:
         raise BuildError("there is no home folder to build in", "name a folder by LIGHTNING_OFFLOAD_NATIVE_CACHE")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _locked(folder / f"{wanted().name}.lock"):
+        with _locked(folder / f"{_wanted()}.lock"):
             found = None if renew else find()  # another process built it meanwhile
             return found if found is not None else _build(folder, may_fail_again=renew or retry)
     except OSError as error:
@@ -123,14 +109,14 @@ def build_in_package() -> Path:
     Raises:
         BuildError: It cannot be built, or that folder cannot be written.
     """
-    stamp, place = wanted(), build.SOURCES
+    place = build.SOURCES
     try:
         with tempfile.TemporaryDirectory(dir=place, prefix=".building-") as made:
             build.compile_core(Path(made))
-            (place / _STAMP_IN_PACKAGE).unlink(missing_ok=True)  # at no time beside another's library
+            (place / _NAME_IN_PACKAGE).unlink(missing_ok=True)  # at no time beside another's library
             os.replace(Path(made, build.LIBRARY), place / build.LIBRARY)
-            _write(Path(made, _STAMP_IN_PACKAGE), dataclasses.asdict(stamp))
-            os.replace(Path(made, _STAMP_IN_PACKAGE), place / _STAMP_IN_PACKAGE)
+            _write(Path(made, _NAME_IN_PACKAGE), {"name": _wanted()})
+            os.replace(Path(made, _NAME_IN_PACKAGE), place / _NAME_IN_PACKAGE)
     except OSError as error:
         said = error.strerror or str(error)
         raise BuildError(f"the folder {str(place)!r} cannot be written ({said})", "change its permissions") from error
@@ -138,22 +124,21 @@ def build_in_package() -> Path:
 
 
 def _build(folder: Path, *, may_fail_again: bool) -> Path:
-    stamp = wanted()
-    place, failed = folder / stamp.name, folder / f"{stamp.name}.failed.json"
+    name = _wanted()
+    place, failed = folder / name, folder / f"{name}.failed.json"
     if not may_fail_again:
         _raise_failure(failed)
-    for left in folder.glob(f"{stamp.name}.building-*"):  # by a build that was killed: we hold the lock
+    for left in folder.glob(f"{name}.building-*"):  # by a build that was killed: we hold the lock
         shutil.rmtree(left, ignore_errors=True)
     _log.info("building the native core, once for this torch and Python: it takes up to a minute")
     start = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=folder, prefix=f"{stamp.name}.building-") as made:
+    with tempfile.TemporaryDirectory(dir=folder, prefix=f"{name}.building-") as made:
         whole = Path(made, "whole")
         whole.mkdir()
         try:
             build.compile_core(whole)
         except BuildError as error:
-            raise _noted(error, failed, folder / f"{stamp.name}.log") from error
-        _write(whole / _STAMP, dataclasses.asdict(stamp))
+            raise _noted(error, failed, folder / f"{name}.log") from error
         if place.exists():  # renewed, or not whole
             os.replace(place, Path(made, "before"))
         os.replace(whole, place)
@@ -178,16 +163,6 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def _matching(path: Path, stamp: Stamp) -> Path | None:
-    """The library beside a stamp, if that is the one wanted."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    library = path.parent / build.LIBRARY
-    return library if found == dataclasses.asdict(stamp) and library.is_file() else None
 
 
 # ---- failures
