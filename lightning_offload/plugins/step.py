@@ -399,7 +399,7 @@ def start_run(
     if program is not None and program.is_keep_all and is_light and is_sure and not is_routed:
         executor = make(
             program=program, observer=None, verifier=None, sees_ops=False, keeps_all=True,
-            packs=not entry.elides_hooks(), may_leave=program.plan.budget_bytes is not None,
+            packs=not entry.elides_hooks(),
         )  # fmt: skip
         is_watched = False
     else:

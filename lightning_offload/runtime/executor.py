@@ -119,13 +119,10 @@ class StepExecutor:
             was seen to make is taken to be among them.
         keeps_all: Whether to keep all that is saved, for as long as the step follows its program.
         packs: Whether saved tensors come by.
-        may_leave: Whether they leave the device once the step has left its program.
         by_mode: Whether a mode must see the ops, though the native core could: under a mode some functions call other
             ops, and a step that is captured elsewhere, with fake tensors, has those.
 
     Attributes:
-        tracks_data_escapes: Whether it must be told of data escapes: what the program's code gets past version
-            counters.
         superset: Decides about saves under a plan for another structure; None under others.
         deviation: How the step's structure left the program; "" while it has not.
         num_nodes: Autograd nodes made in the step by the thread that began it; None while it is open.
@@ -145,7 +142,6 @@ class StepExecutor:
         live_scan: Collection[int] | None = None,
         keeps_all: bool = False,
         packs: bool = True,
-        may_leave: bool = True,
         by_mode: bool = False,
     ) -> None:
         assert sees_ops or (program is not None and not program.needs_ops)
@@ -154,14 +150,13 @@ class StepExecutor:
         self.program = program
         self.observer = observer
         self.keeps_all, self.packs = keeps_all, packs
-        self.tracks_data_escapes = packs and may_leave
         self.deviation = ""
         self._num_packs = self._num_unpacks = 0
         self.num_nodes: int | None = None
         self._shown: list[Tensor] = []
         self._shown_to: Any = None
         self.on_backward: Callable[[], None] | None = None
-        self._may_leave, self._by_mode = may_leave, by_mode
+        self._by_mode = by_mode
         self._live_scan = live_scan
         self._holds = keeps_all
         self._first_node = next_node()
@@ -436,14 +431,11 @@ class StepExecutor:
 
     def deviate(self, how: str) -> None:
         """Leave the program: this step runs under the offload-all fallback from now on."""
-        self._leave_program(how)
-        self._fallback.begin()
-
-    def _leave_program(self, how: str) -> None:
         where = self._follower.where() if self._follower is not None else ""
         self.deviation = f"after {self.num_packs} saved tensors{where} {how}"
         self._follower, self._follows_ops, self._noop_packs = None, False, b""
         _log.debug("the step left its plan: %s", self.deviation)
+        self._fallback.begin()
 
     # ---- saved tensors
 
@@ -471,10 +463,9 @@ class StepExecutor:
         follower = self._follower
         if follower is not None:
             if follower.pack(self.num_packs, saved, is_plain=plain, num_unpacks=0) == LEFT:
-                self._leave_program(follower.refusal)
-                if self._may_leave:
-                    self._holds = False
-                    return self.pack(tensor)
+                self._holds = False
+                self.deviate(follower.refusal)
+                return self.pack(tensor)
             self._num_packs += 1
         return saved, saved._version, self._lease, weakref.ref(saved)
 

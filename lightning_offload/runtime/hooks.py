@@ -342,13 +342,12 @@ class HookedExecutor(Protocol):
 
     Attributes:
         sees_ops: Whether the step's ops must go through ``dispatch``.
-        packs: Whether saved tensors must go through ``pack`` and ``unpack``.
-        tracks_data_escapes: Whether it must be told of ``Tensor.data`` and its like, and of storages that are resized.
+        packs: Whether saved tensors must go through ``pack`` and ``unpack``; then it is told of ``Tensor.data`` and its
+            like, and of storages that are resized.
     """
 
     sees_ops: bool
     packs: bool
-    tracks_data_escapes: bool
 
     @property
     def watches_backward(self) -> bool:
@@ -415,7 +414,7 @@ def executing(executor: HookedExecutor, *, hooks: bool = True) -> Iterator[None]
         if hooks and executor.packs:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(executor.pack, executor.unpack))
             stack.enter_context(_yielding_to_functorch(executor))
-        if executor.tracks_data_escapes:
+        if executor.packs:
             stack.enter_context(_tracking_data_escapes(executor))
         if executor.sees_ops and (hooks or executor.watches_backward):
             stack.enter_context(executor.seeing())

@@ -558,7 +558,7 @@ def keeping(x: Tensor) -> StepExecutor:
     x.grad = None
     return StepExecutor(
         device=CPU, tiers=Tiers(inline_lanes(), HostPool()), program=program, observer=None, verifier=None,
-        sees_ops=False, keeps_all=True, may_leave=False,
+        sees_ops=False, keeps_all=True,
     )  # fmt: skip
 
 
