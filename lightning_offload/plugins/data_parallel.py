@@ -9,10 +9,11 @@ while DDP allocates them. After the first backward DDP lays them out anew, once,
 became ready (not with ``find_unused_parameters``). Of a model that was wrapped before a plugin met it the bytes are
 known, and the storages from what a recorded backward all-reduces.
 
-Note [DDP's own forward]: before forward DDP may broadcast buffers, after it pass the outputs through a node of
-its own, in some steps and not in others (the first one, those after `no_sync`). These ops save nothing and belong
-to no plan, so they are run unseen: the recorded step is the model's own, the same in every step. Where a step begins
-in a hook of the model inside the wrapper they are no part of it anyway.
+Note [DDP's own forward]: before forward DDP may broadcast buffers and, once, lay its buckets out anew by a collective;
+after it it may pass the outputs through a node of its own, in some steps and not in others (the first one, those after
+`no_sync`). These ops save nothing and belong to no plan, so they are run unseen, where and when DDP runs them: the
+recorded step is the model's own, the same in every step. Where a step begins in a hook of the model inside the wrapper
+they are no part of it anyway.
 
 Note [The shared link]: on a GPU whose peers are reached over PCIe the all-reduce of gradients goes over the link that
 brings swapped tensors back, and at the same time: in backward. Each device receives ``2 (N - 1) / N`` of the
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import os
 import weakref
@@ -44,7 +46,8 @@ from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.plugins.class_swap import graft, ungraft
 from lightning_offload.runtime.hooks import bypass_mode
-from lightning_offload.tensors.op_facts import ALL_REDUCE, effects, facts_of
+from lightning_offload.runtime.sight import unseen
+from lightning_offload.tensors.op_facts import ALL_REDUCE, effects, facts_of, is_plain, tensors_in
 
 _P = ParamSpec("_P")
 _References = dict[int, "weakref.ref[torch.UntypedStorage]"]
@@ -120,20 +123,11 @@ class GradientBuckets:
                     self._made[key] = reference
                     break
 
-    def lay_out(self, model: DistributedDataParallel) -> None:
-        """Let DDP lay its buckets out anew if it is about to: just before forward, where it would do it itself.
-
-        Done here it precedes the step, whose ops and memory it is no part of. Like DDP's own call it is a
-        collective in the one step where it does anything, and that step is the same on every rank.
-        """
-        if model._has_rebuilt_buckets or not torch.is_grad_enabled():
-            return
-        with self.noted():
-            has_changed = model.reducer._rebuild_buckets()
-        if has_changed:
-            model._has_rebuilt_buckets = True
-            self._expected.pop(model, None)
-            self.version += 1
+    def were_laid_out(self, model: DistributedDataParallel, made: _References) -> None:
+        """Know the buckets that DDP has made in place of others."""
+        self._made.update((key, ref) for key, ref in made.items() if ref() is not None)
+        self._expected.pop(model, None)
+        self.version += 1
 
     def sizes(self, device: torch.device | None = None) -> dict[int, int]:
         """Bytes on a device, or on all of them, by identity of the storage; below zero where that is not known."""
@@ -220,25 +214,63 @@ class _Allocations(TorchDispatchMode):
 class _UnseenAroundForward:
     """What `run_unseen_around_forward` puts in front of a wrapper's class."""
 
-    grafted_attributes = ()
+    grafted_attributes = ("_offload_buckets",)
+    _offload_buckets: weakref.WeakSet[GradientBuckets]
 
-    def _pre_forward(self, *args: Any, **kwargs: Any) -> Any:
-        with bypass_mode:
-            return super()._pre_forward(*args, **kwargs)  # type: ignore[misc]
+    def _pre_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = functools.partial(super()._pre_forward, *args, **kwargs)  # type: ignore[misc]
+        if torch.compiler.is_compiling():
+            return before()
+        with bypass_mode, unseen(self.device):
+            if not _may_lay_out(self):
+                return before()
+            made: _References = {}
+            with _Allocations(made):
+                inputs = before()
+            if self._has_rebuilt_buckets:
+                for tensor in filter(is_plain, tensors_in(inputs)):  # moved to the device
+                    made.pop(tensor.untyped_storage()._cdata, None)
+                for buckets in self._offload_buckets:
+                    buckets.were_laid_out(self, made)
+            return inputs
 
-    def _post_forward(self, *args: Any, **kwargs: Any) -> Any:
-        with bypass_mode:
-            return super()._post_forward(*args, **kwargs)  # type: ignore[misc]
+    def _post_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        after = functools.partial(super()._post_forward, *args, **kwargs)  # type: ignore[misc]
+        if torch.compiler.is_compiling():
+            return after()
+        with bypass_mode, unseen(self.device):
+            return after()
 
 
-def run_unseen_around_forward(model: DistributedDataParallel) -> None:
-    """Make DDP do its own work around forward unseen, see Note [DDP's own forward]; idempotent."""
+def _may_lay_out(model: DistributedDataParallel) -> bool:
+    """Whether DDP may lay its buckets out anew in this forward: once, where all parameters are used."""
+    uses_all = model.static_graph or not model.find_unused_parameters
+    return uses_all and not model._has_rebuilt_buckets and torch.is_grad_enabled()
+
+
+def run_unseen_around_forward(model: DistributedDataParallel, buckets: GradientBuckets) -> Callable[[], None]:
+    """Make DDP do its own work around forward unseen, see Note [DDP's own forward]; idempotent.
+
+    Args:
+        model: Does its work where and when it does without us: ranks would wait for others' collectives.
+        buckets: Hear of those that it lays out.
+
+    Returns:
+        What takes that back.
+    """
     graft(model, _UnseenAroundForward)
+    vars(model).setdefault("_offload_buckets", weakref.WeakSet()).add(buckets)
+    return functools.partial(_run_as_usual, weakref.ref(model), weakref.ref(buckets))
 
 
-def run_as_usual(model: DistributedDataParallel) -> None:
-    """Take that back; does nothing to a model without it."""
-    ungraft(model, _UnseenAroundForward)
+def _run_as_usual(model: weakref.ref[DistributedDataParallel], buckets: weakref.ref[GradientBuckets]) -> None:
+    wrapper = model()
+    told = vars(wrapper).get("_offload_buckets") if wrapper is not None else None
+    if told is None:
+        return
+    told.discard(buckets())
+    if not told:
+        ungraft(wrapper, _UnseenAroundForward)
 
 
 _LEAST_SHARE = 0.5  # of the link that copies get beside an exchange: both take turns

@@ -32,6 +32,7 @@ from typing_extensions import override
 from lightning_offload.errors import PolicyError, UnsupportedError, type_of
 from lightning_offload.plugins.announcing import Announcer
 from lightning_offload.plugins.compiled_models import watch_calls
+from lightning_offload.plugins.data_parallel import run_unseen_around_forward
 from lightning_offload.plugins.memory import MemoryPlugin
 
 _NOTHING_SEEN = (
@@ -162,11 +163,12 @@ class ModuleMemoryPlugin(MemoryPlugin):
     def _watch(self, wrapper: DistributedDataParallel) -> None:
         self._wrappers.add(wrapper)
         self.data_parallel.watch(wrapper)
+        self.undo.callback(run_unseen_around_forward(wrapper, self.data_parallel.buckets))
         self.undo.callback(wrapper.register_forward_pre_hook(_BeforeDDP(self), prepend=True).remove)
 
-    def before_ddp(self, wrapper: DistributedDataParallel) -> None:
+    def before_ddp(self) -> None:
         """Called before each forward of a wrapper in which a followed model was met."""
-        self._steps.before_ddp(wrapper)
+        self._steps.before_ddp()
 
     def leave(self) -> None:
         """Close the step that :meth:`enter` opened; called after each forward, whether or not it raised."""
@@ -238,9 +240,9 @@ class _Leave(_Hook):
 
 
 class _BeforeDDP(_Hook):
-    def __call__(self, wrapper: DistributedDataParallel, *_: Any) -> None:
+    def __call__(self, *_: Any) -> None:
         if not torch.compiler.is_compiling():
-            self.memory.before_ddp(wrapper)
+            self.memory.before_ddp()
 
 
 class _NoHook:

@@ -6,11 +6,13 @@ optimizer-step hooks. Tensors are known by weak reference; nothing is kept alive
 Note [whose gradients are read]: torch ends the process (a segmentation fault) where one thread asks a parameter for its
 ``.grad`` while another thread's backward makes it. So gradients are read only of what this plugin's steps train and of
 what is trained in their thread; an optimizer of another thread is another training, whose tensors are counted as far
-as they can be seen without asking them anything.
+as they can be seen without asking them anything. Which thread is theirs shows when the first step begins: until then an
+optimizer's gradients are read in the thread alone that it stepped in.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 import weakref
@@ -25,6 +27,19 @@ from lightning_offload.capture.live import LiveStorages, live_storages
 from lightning_offload.plugins.buffer_copies import BufferCopies
 from lightning_offload.plugins.data_parallel import DataParallelModels, GradientBuckets
 from lightning_offload.tensors.op_facts import is_plain, parts_of, tensors_in
+
+
+@dataclasses.dataclass(slots=True)
+class _Known:
+    """What is known of an optimizer.
+
+    Attributes:
+        thread: Where it stepped before the first step, whose thread is not known yet; None for one that is ours.
+        num_tensors: Tensors of its state; -1 before they were counted.
+    """
+
+    thread: int | None
+    num_tensors: int = -1
 
 
 class PersistentState:
@@ -53,7 +68,7 @@ class PersistentState:
         self._before_optimizer_step = before_optimizer_step
         self._after_optimizer_step = after_optimizer_step
         self._module: weakref.ref[torch.nn.Module] | None = None
-        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Known] = weakref.WeakKeyDictionary()
         self._leaves: dict[int, weakref.ref[Tensor]] = {}
         self._lock = threading.Lock()
         self._hooks: list[Any] = []
@@ -94,33 +109,43 @@ class PersistentState:
 
     def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._is_of_another_training(optimizer):
-            with self._lock:
-                self._optimizers.setdefault(optimizer, -1)  # one with a closure has steps of ours inside
+            self._know(optimizer)  # now, since one with a closure has steps of ours inside
         self._before_optimizer_step([p for group in optimizer.param_groups for p in group["params"]])
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._is_of_another_training(optimizer):
             return
-        num_tensors = sum(1 for _ in tensors_in(list(optimizer.state.values())))
-        if self._optimizers.get(optimizer) != num_tensors:
-            with self._lock:
-                self._optimizers[optimizer] = num_tensors
+        known, num_tensors = self._know(optimizer), sum(1 for _ in tensors_in(list(optimizer.state.values())))
+        may_read = self.thread is not None or not self._trained_by_steps() or self._trains_ours(optimizer)
+        if may_read and known.num_tensors != num_tensors:
+            known.num_tensors = num_tensors
             self._version += 1
             self.optimizer_state_bytes = sum(_sizes(tensors_in(self.optimizer_states())).values())
             all_state = {**_sizes(self.tensors()), **self.gradients(), **self.buckets.sizes()}
             self.optimizer_peak_bytes = sum(all_state.values())
         self._after_optimizer_step()
 
+    def _know(self, optimizer: torch.optim.Optimizer) -> _Known:
+        thread = threading.get_ident() if self.thread is None else None
+        with self._lock:  # it may step in another thread than ours
+            known = self._optimizers.setdefault(optimizer, _Known(thread))
+        known.thread = thread
+        return known
+
     def _is_of_another_training(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer that stepped has nothing to do with our steps: Note [whose gradients are read]."""
         if self.thread is None or self.thread == threading.get_ident():
             return False
+        return not self._trains_ours(optimizer)
+
+    def _trains_ours(self, optimizer: torch.optim.Optimizer) -> bool:
         ours = {id(tensor) for tensor in self._trained_by_steps()}
-        return not any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
+        return any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
 
     def _all_optimizers(self) -> list[torch.optim.Optimizer]:
-        with self._lock:  # an optimizer may step in another thread than ours
-            return list(self._optimizers)
+        thread = threading.get_ident() if self.thread is None else self.thread
+        with self._lock:
+            return [optimizer for optimizer, known in self._optimizers.items() if known.thread in (None, thread)]
 
     def trainable(self) -> list[Tensor]:
         """Tensors that collect gradients, as far as they are known, some of them twice."""

@@ -69,6 +69,7 @@ class StepRun:
         state: The state of the training.
         optimizer_ran_inside: Whether an optimizer updated parameters within its scopes.
         state_version: Version of the persistent state when it began.
+        buckets_version: That of DDP's buckets.
         old_gradients: Gradients that were there when it began: bytes by identity of the storage.
         accumulated: Those that were there when its backward began: bytes, and how often they were written; None if
             that did not show.
@@ -96,6 +97,7 @@ class StepRun:
     is_watched: bool
     optimizer_ran_inside: bool = False
     state_version: int = 0
+    buckets_version: int = 0
     old_gradients: dict[int, int] = dataclasses.field(default_factory=dict)
     accumulated: dict[int, tuple[int, int]] | None = None
     bytes_out_of_sight: int = 0
@@ -209,9 +211,10 @@ class StepRun:
         external = ExternalStorages.seen(self.live, self.old_gradients) if self.live is not None else None
         if self.recorder is not None:  # which knows of what nobody listed, too
             external = ExternalStorages(self.recorder.persistent_ids(), external.known if external else None)
+        is_measured = self._is_like_others
         return dataclasses.replace(
             shown,
-            peaks=self._peaks(),
+            peaks=self._peaks() if is_measured else None,
             recording=self._recording(left) if self.recorder is not None else None,
             old_gradients=old_gradients,
             external=external,
@@ -220,12 +223,17 @@ class StepRun:
             ledger=superset.ledger if superset is not None else None,
             has_surprised=executor.unforeseen_bytes > 0,
             verified=self.verifier.verified if self.verifier is not None else (),
-            is_watched=self.is_watched,
-            op_times=self.times,
-            bytes_by_op=self._bytes_by_op(),
+            is_watched=self.is_watched and is_measured,
+            op_times=self.times if is_measured else None,
+            bytes_by_op=self._bytes_by_op() if is_measured else (),
             launched=self.clock.launch_times() if self.is_watched else None,
-            drops=self.drops,
+            drops=self.drops if is_measured else None,
         )
+
+    @property
+    def _is_like_others(self) -> bool:
+        """Whether it needed, left and dropped what others do: one in which DDP made other buckets did not."""
+        return self.state.buckets.version == self.buckets_version
 
     def _recording(self, left: list[tuple[torch.UntypedStorage, int]]) -> Recording:
         recorder = self.recorder
@@ -260,7 +268,7 @@ class StepRun:
 
     def _left_behind(self, baseline: Baseline) -> list[tuple[torch.UntypedStorage, int]]:
         """What it made and left on the device, gradients aside, each with the tick at which a recording saw it made."""
-        if self.drops is None:
+        if self.drops is None or not self._is_like_others:
             baseline.note_unwatched(self.like)
             return []
         gradients = self.state.gradients()
@@ -424,7 +432,8 @@ def start_run(
     run = StepRun(
         entry=entry, device=device, tiers=tiers, executor=executor, recorder=recorder, times=times, live=live,
         drops=drops, verifier=verifier, clock=StepClock(device, is_watched=is_watched), peaks=peaks,
-        state=state, is_watched=is_watched, state_version=state.version, old_gradients=gradients, like=like,
+        state=state, is_watched=is_watched, state_version=state.version, buckets_version=state.buckets.version,
+        old_gradients=gradients, like=like,
         bytes_out_of_sight=0 if is_recorded else state.buckets.expected_bytes(device),
     )  # fmt: skip
     run.begin()

@@ -23,7 +23,7 @@ from lightning_offload.plugins import lifecycle
 from lightning_offload.plugins.baseline import Baseline, There
 from lightning_offload.plugins.checkpointing import Checkpointing, NestedHooks, watch_regions
 from lightning_offload.plugins.chunked_losses import ChunkedLosses
-from lightning_offload.plugins.data_parallel import mark_of, run_as_usual, run_unseen_around_forward
+from lightning_offload.plugins.data_parallel import mark_of, run_unseen_around_forward
 from lightning_offload.plugins.devices import find_device, supported
 from lightning_offload.plugins.forwards import Forwards
 from lightning_offload.plugins.hardware import Hardware, TierUse
@@ -154,8 +154,7 @@ class Steps:
         self.state.data_parallel.called = wrapper
         if wrapper is not None:
             self.state.data_parallel.watch(wrapper)
-            run_unseen_around_forward(wrapper)
-            self._undo.callback(_run_as_usual, weakref.ref(wrapper))
+            self._undo.callback(run_unseen_around_forward(wrapper, self.state.buckets))
         if not self.losses.is_attached:
             self.losses.attach(*[part for part in [self.module] if part is not None])
         self.state.attach(self.module)
@@ -212,14 +211,12 @@ class Steps:
             with self._forward_of(self._run):
                 yield
             return
+        self.state.thread = threading.get_ident()
         self.finish()
         self.checkpointing.begin_step()
         self.losses.begin_step()
-        called = self.state.data_parallel.called
-        if called is not None:
-            self.state.buckets.lay_out(called)
         try:
-            run = self._begin((*inputs, *mark_of(wrapper or called)))
+            run = self._begin((*inputs, *mark_of(wrapper or self.state.data_parallel.called)))
         except BaseException:
             self._forwards.abandon()
             raise
@@ -366,11 +363,10 @@ class Steps:
 
     # ---- a step's begin and end
 
-    def before_ddp(self, model: DistributedDataParallel) -> None:
-        """Before DDP's forward, where steps begin inside of it: let it lay its buckets out anew if it is about to."""
+    def before_ddp(self) -> None:
+        """Before DDP's forward, where steps begin inside of it: the last one must have noted the buckets it used."""
         if torch.is_grad_enabled() and not self._is_open and not self._goes_on:
-            self.finish()  # the last step must have noted the buckets that it used
-            self.state.buckets.lay_out(model)
+            self.finish()
 
     def _begin(self, inputs: Any) -> StepRun | None:
         """Choose what the coming step does; None to leave it alone."""
@@ -717,9 +713,3 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-
-
-def _run_as_usual(wrapper: weakref.ref[DistributedDataParallel]) -> None:
-    model = wrapper()
-    if model is not None:
-        run_as_usual(model)

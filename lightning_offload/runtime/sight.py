@@ -32,7 +32,10 @@ def core_on(device: torch.device) -> ModuleType | None:
     if _why_by_mode(device):
         return None
     core = native.load()
-    return core if core is not None and not _why_deaf(core) else None
+    if core is None:
+        return None
+    with native.once:
+        return core if not _why_deaf(core) else None
 
 
 def engine_on(device: torch.device) -> str:

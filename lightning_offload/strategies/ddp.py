@@ -59,7 +59,7 @@ class DDPOffloadStrategyMixin(OffloadMixin, _StrategyBase):
         if not self._memory.enabled:
             return super()._setup_model(model)
         wrapped: DistributedDataParallel = self._memory.data_parallel.construct(super()._setup_model, model)
-        run_unseen_around_forward(wrapped)
+        run_unseen_around_forward(wrapped, self._memory.data_parallel.buckets)
         return wrapped
 
     @override

@@ -130,9 +130,10 @@ def check_plan(reports: list[Report], *, is_tight: bool) -> None:
     assert "unplanned" not in {r.phase for r in reports}
     assert last.swapped_bytes + last.recomputed_bytes > 0
     assert last.num_mismatched == 0
-    predicted, measured, budget = last.predicted_peak_bytes, last.measured_peak_bytes, last.budget_bytes
+    predicted, budget = last.predicted_peak_bytes, last.budget_bytes
+    # of the steps of an accumulation the first has no gradients yet, and needs less
+    measured = max(r.measured_peak_bytes or 0 for r in reports if r.phase == "planned")
     assert predicted is not None
-    assert measured is not None
     assert budget is not None
     assert 0.95 * predicted <= measured <= min(1.01 * predicted, budget), (measured, predicted, budget)
     if is_tight:

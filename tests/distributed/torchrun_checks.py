@@ -5,6 +5,7 @@ Usage: torchrun --nproc-per-node=2 torchrun_checks.py FOLDER [CHECK ...]
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -21,7 +22,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader, Dataset
@@ -29,6 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_offload import (
     BudgetInfeasibleError,
     DDPOffloadStrategy,
+    MemoryPlugin,
     OffloadMonitor,
     OffloadStrategy,
     UnsupportedError,
@@ -251,6 +255,54 @@ def infeasible_budget() -> None:
     plain_ddp()
 
 
+# ---- collectives are DDP's own, where and when it makes them
+
+
+def _joined(memory: MemoryPlugin | None) -> list[bytes]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if memory is not None:
+        memory.attach(model)
+    try:
+        with Join([model]):
+            for i in range(1 if RANK else 9):
+                x = torch.full((4, 8), float(i))
+                with memory.step(x) if memory is not None else contextlib.nullcontext():
+                    model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        if memory is not None:
+            memory.detach()
+    return [tensor.detach().numpy().tobytes() for tensor in model.state_dict().values()]
+
+
+def a_rank_that_joins_after_one_batch() -> None:
+    """Its buckets are laid out anew when DDP asks the others for that, which is after they were told who has joined."""
+    plain = _joined(None)
+    assert _joined(MemoryPlugin("1GiB", policy="all-recompute")) == plain
+    assert _joined(MemoryPlugin("1GiB", policy="all-swap")) == plain
+
+
+def a_step_of_one_rank_alone() -> None:
+    """A saliency of the model inside the wrapper issues no collective, so that all meet in the next one."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)))
+    with MemoryPlugin("1GiB", module=model) as memory:
+        for i in range(4):
+            x = torch.full((4, 8), float(i))
+            with memory.step(x):
+                model(x).mean().backward()
+            if RANK == 0:
+                image = torch.ones(2, 8, requires_grad=True)
+                with memory.step(image):
+                    torch.autograd.grad(model.module(image).sum(), image)
+            met = torch.ones(3)
+            dist.all_reduce(met)
+            assert met.tolist() == [2.0, 2.0, 2.0]
+
+
 # ---- the last ones, after which the job is over
 
 
@@ -291,7 +343,8 @@ CHECKS = (
     offload_means_ddp, plain_ddp, accumulation, bf16_mixed, bf16_mixed_accumulation, static_graph,
     unused_parameters_accumulation, bucket_views_accumulation, several_buckets, all_swap, all_recompute, synced_norm,
     synced_norm_recomputed, manual_optimization, buckets_count, buckets_go_with_the_fit, shapes_differ_between_ranks,
-    checkpoints, monitor, disabled, infeasible_budget, exception_on_one_rank,
+    checkpoints, monitor, disabled, infeasible_budget, a_rank_that_joins_after_one_batch, a_step_of_one_rank_alone,
+    exception_on_one_rank,
 )  # fmt: skip
 ENDING = (infeasible_budget_on_one_rank,)
 """Those that end with an error, each in processes of its own."""

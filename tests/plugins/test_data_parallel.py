@@ -23,7 +23,6 @@ from lightning_offload.plugins.data_parallel import (
     InSync,
     WithoutSync,
     num_local_ranks,
-    run_as_usual,
     run_unseen_around_forward,
 )
 from lightning_offload.plugins.module_steps import ModuleMemoryPlugin
@@ -51,6 +50,7 @@ def wrapped(**keywords: Any) -> tuple[DistributedDataParallel, GradientBuckets]:
     buckets, module = GradientBuckets(), net()
     with buckets.noted():
         model = DistributedDataParallel(module, **keywords)
+    run_unseen_around_forward(model, buckets)
     return model, buckets
 
 
@@ -88,17 +88,15 @@ def test_buckets_die_with_the_model() -> None:
 def test_new_layout_after_the_first_backward() -> None:
     """DDP replaces its buckets before the second forward, once, and a step that used the old ones is told apart."""
     model, buckets = wrapped()
-    buckets.lay_out(model)
-    assert buckets.version == 0
     old = {key: ref for key, ref in buckets._made.items() if key in buckets.sizes()}
     train(model)
-    buckets.lay_out(model)
+    assert buckets.version == 0
+    train(model)
     assert buckets.version == 1
     _wait_until(lambda: buckets.are_gone_from(old))
     assert sum(buckets.sizes().values()) == 528
     assert not buckets.are_gone_from({})
     train(model)
-    buckets.lay_out(model)
     assert buckets.version == 1
     assert model._get_ddp_logging_data()["has_rebuilt_buckets"] == 1
 
@@ -108,8 +106,22 @@ def test_no_layout_without_gradients() -> None:
     model, buckets = wrapped()
     train(model)
     with torch.no_grad():
-        buckets.lay_out(model)
+        model(torch.ones(3, 10))
     assert buckets.version == 0
+
+
+def test_a_layout_is_heard_of_by_every_plugin() -> None:
+    """Two that have to do with one model know its buckets both; one that is gone hears of nothing."""
+    model, buckets = wrapped()
+    others = [GradientBuckets(), GradientBuckets()]
+    undo = [run_unseen_around_forward(model, other) for other in others]
+    undo[1]()
+    train(model)
+    train(model)
+    assert buckets.version == others[0].version == 1
+    assert sum(buckets.sizes().values()) == sum(others[0].sizes().values()) == 528
+    assert others[1].version == 0
+    assert type(model) is not DistributedDataParallel
 
 
 @pytest.mark.parametrize("views", [True, False])
@@ -128,8 +140,10 @@ def test_buckets_count_once(views: bool) -> None:
         assert sum(found[key].nbytes() for key in buckets.sizes()) == 528
         train(model)
         assert sum(state.gradients().values()) == (0 if views else 528)
-        buckets.lay_out(model)
+        del found  # the storages of the buckets before
+        train(model)
         assert state.version == 1
+        _wait_until(lambda: sum(state.storages(CPU)[key].nbytes() for key in buckets.sizes()) == 528)
     finally:
         state.detach()
 
@@ -159,7 +173,6 @@ def test_forward_is_the_models_own(keywords: dict[str, Any]) -> None:
 
     plain = ops_of(net())
     model, _ = wrapped(**keywords)
-    run_unseen_around_forward(model)
     for _ in range(3):
         assert ops_of(model) == plain
 
@@ -181,7 +194,7 @@ def with_strategy(module: nn.Module, keywords: dict[str, Any], memory: MemoryPlu
     model = memory.data_parallel.construct(DistributedDataParallel, module, **keywords)
     assert isinstance(model, DistributedDataParallel)
     memory.data_parallel.called = model
-    run_unseen_around_forward(model)
+    run_unseen_around_forward(model, memory.data_parallel.buckets)
     return model
 
 
@@ -271,12 +284,14 @@ def test_steps_without_the_wrapper() -> None:
 
 def test_wrapper_after_all() -> None:
     """Hiding DDP's own work leaves no trace on the wrapper, nor on its pickles, and does not keep it alive."""
-    model, _ = wrapped()
-    run_unseen_around_forward(model)
-    run_unseen_around_forward(model)
+    model, buckets = wrapped()
+    run_as_usual = run_unseen_around_forward(model, buckets)
     assert isinstance(model, DistributedDataParallel)
-    assert type(pickle.loads(pickle.dumps(model))) is DistributedDataParallel  # its default process group's
-    run_as_usual(model)
+    copied = pickle.loads(pickle.dumps(model))  # its default process group's
+    assert type(copied) is DistributedDataParallel
+    assert not hasattr(copied, "_offload_buckets")
+    run_as_usual()
+    assert not hasattr(model, "_offload_buckets")
     assert type(model) is DistributedDataParallel
     with MemoryPlugin("1GiB", module=model) as memory:
         with memory.step():

@@ -136,6 +136,30 @@ def test_another_threads_training_is_left_alone() -> None:
         state.detach()
 
 
+def test_another_threads_training_before_the_first_step() -> None:
+    """Nor of what one trains that stepped before the first step showed which thread is ours; one of ours is known."""
+    ours, others, own = nn.Linear(10, 10), Unasked(torch.ones(100)), nn.Parameter(torch.ones(100))
+    state = PersistentState(lambda parameters: None)
+    state.attach(ours)
+    try:
+        ours.weight.grad, own.grad = torch.ones(10, 10), torch.ones(100)
+        theirs, mine = Idle([others], {}), Idle([own], {})
+        thread = threading.Thread(target=theirs.step)
+        thread.start()
+        thread.join()
+        mine.step()
+        state.thread = threading.get_ident()
+        assert sum(state.gradients().values()) == 2 * 400
+        thread = threading.Thread(target=theirs.step)
+        thread.start()
+        thread.join()
+        mine.step()
+        assert sum(state.gradients().values()) == 2 * 400
+        assert state.optimizer_state_bytes == 400
+    finally:
+        state.detach()
+
+
 def test_gradients_that_nobody_has_looked_at_are_in_the_scan() -> None:
     """Of what the steps train, and of what an optimizer of their thread trains."""
     state = PersistentState(lambda parameters: None)

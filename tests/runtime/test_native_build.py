@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -367,3 +368,22 @@ def test_builds_that_nobody_loads_are_removed(compiler: Path, place: Path) -> No
     second = builds.ensure()
     assert [path for path in place.iterdir() if path.is_dir()] == [second.parent]
     assert compiler.exists()
+
+
+def test_threads_ask_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of first steps that begin in several threads one finds the core and the others wait: it is installed once."""
+    found: list[int] = []
+
+    def find(*, is_told: bool) -> native._Answer:
+        found.append(threading.get_ident())
+        time.sleep(0.05)
+        return native._Answer(core=None, why="none was asked for")
+
+    monkeypatch.setattr(native, "_found", find)
+    threads = [threading.Thread(target=native.load) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 1
+    assert native.why_python() == "none was asked for"

@@ -14,6 +14,7 @@ import dataclasses
 import importlib.util
 import logging
 import os
+import threading
 from pathlib import Path
 from types import ModuleType
 
@@ -33,6 +34,8 @@ class _Answer:
     mend: str = ""
 
 
+once = threading.RLock()
+"""Held where the core is found or installed: steps may begin in several threads."""
 _answer: _Answer | None = None
 """What this process found; None before it was asked."""
 
@@ -51,7 +54,8 @@ def load() -> ModuleType | None:
     if wish == "python":
         return None
     if _answer is None:
-        _answer = _found(is_told=wish == "native")
+        with once:
+            _answer = _answer or _found(is_told=wish == "native")
     if wish == "native" and _answer.core is None:
         raise UnsupportedError(
             f"{_ENGINE}='native' cannot be had: {_answer.why}; {_answer.mend or 'choose another'}, or leave it out"
