@@ -5,6 +5,7 @@ It is built by setuptools alone, from a copy of what the sources are, without a 
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import shutil
@@ -28,9 +29,12 @@ BUILD = "from setuptools import build_meta; print(build_meta.build_wheel('dist')
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """The wheel of this checkout, in which the native core was built."""
-    setuptools = pytest.importorskip("setuptools", reason="setuptools, which builds the wheel, is not installed")
-    if int(setuptools.__version__.partition(".")[0]) < 77:
-        pytest.skip(f"setuptools {setuptools.__version__} is too old to build the wheel: it takes 77")
+    try:
+        version = importlib.metadata.version("setuptools")  # not imported: that fails where distutils was before
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("setuptools, which builds the wheel, is not installed")
+    if int(version.partition(".")[0]) < 77:
+        pytest.skip(f"setuptools {version} is too old to build the wheel: it takes 77")
     folder = tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
