@@ -546,7 +546,8 @@ class PlanEntry:
         if self.program is not None and self.phase == "planned":
             self.made.replans[reason] += 1
         self.made.is_last_right = lasts and self.program is not None
-        self.made.last, self.program = self.shown_plan, None
+        self.made.last = self.shown_plan
+        self.program = None
 
     def count_more(self, num_bytes: int) -> None:
         """The plan in force stays, with more memory beside its step."""

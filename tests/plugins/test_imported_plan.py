@@ -232,18 +232,18 @@ def test_checkpoints_leave_it_out(tmp_path: Path) -> None:
 
 # ---- the follower
 
+PACK_BYTES = (5000, 4, 6000, 7000, 6000, 8000)
 ROUTE = SizeRoute(
-    pack_bytes=(5000, 4, 6000, 7000, 6000, 8000),
     matters=(False, False, False, True, False, True),
     modules=("a", "", "b", "c", "d", "e"),
     unpacks=((5,), (4,), (3,), (2,), (1,), (0,)),
 )
 
 
-def _follower(num_first_packs: int = len(ROUTE.pack_bytes)) -> BySize:
+def _follower(num_first_packs: int = len(PACK_BYTES)) -> BySize:
     graph = chain(10)
     program = compile_plan(graph, plan_of(graph))
-    return BySize(dataclasses.replace(program, num_first_packs=num_first_packs), ROUTE)
+    return BySize(dataclasses.replace(program, pack_bytes=PACK_BYTES, num_first_packs=num_first_packs), ROUTE)
 
 
 @pytest.mark.parametrize(
