@@ -30,7 +30,8 @@ from lightning_offload.accelerators import kind_of, name_of, synchronize, total_
 from lightning_offload.graph.device_spec import DeviceSpec
 
 _ASSUMED_INTERFERENCE = 0.5  # of copies by a host that computes, where nothing was measured
-_OVERHEAD_SECONDS = 30e-6  # of a copy, to begin with; plans take the measured one later
+_OVERHEAD_SECONDS = 16e-6  # of a copy that Python asks for; measured on a CPU: steps of tiny ops, all swapped
+_DRIVER_SECONDS = 14e-6  # of a copy by an engine of its own, beside: some driver calls of 2 to 5 us each
 _NUM_TRIALS = 3  # of each link, the fastest of which counts
 _NUM_COPIES = 4  # that compute is timed beside, at the least
 _PROBE_SECONDS = 0.05  # of compute, at the least
@@ -235,7 +236,7 @@ def spec_of(device: torch.device, rates: LinkRates, *, copy_interference: float 
         d2h_bytes_per_second=rates.d2h_bytes_per_second,
         h2d_bytes_per_second=rates.h2d_bytes_per_second,
         copy_interference=copy_interference,
-        overhead_seconds=_OVERHEAD_SECONDS,
+        overhead_seconds=_OVERHEAD_SECONDS + (_DRIVER_SECONDS if kind_of(device).has_streams else 0.0),
         disk_write_bytes_per_second=rates.disk_write_bytes_per_second or 0.0,
         disk_read_bytes_per_second=rates.disk_read_bytes_per_second or 0.0,
     )

@@ -22,7 +22,7 @@ class DeviceSpec:
         h2d_bytes_per_second: Swap-in bandwidth, host to device.
         copy_interference: Share of a copy's duration that compute loses meanwhile, in [0, 1]: 0 with copy
             engines, near 0.5 where copies are made by a core that compute would have used.
-        overhead_seconds: Host cost of one copy beside its work: a swap makes two.
+        overhead_seconds: Host cost of one copy beside its work: a swap makes two. See :meth:`copy_overhead`.
         flops_per_second: Peak arithmetic rate, for op times that are modelled; 0 where they are measured.
         memory_bytes_per_second: Peak bandwidth of device memory, for the same; 0 where op times are measured.
         host_memory_bytes: The most that swapped storages may take of host memory; None for no limit, 0 for none.
@@ -40,6 +40,9 @@ class DeviceSpec:
         replay_overhead_seconds: The same of one replay; None for that of a copy.
         seeing_seconds: What an op of forward costs the host more in steps whose ops are seen.
         compute_capability: Of a GPU of NVIDIA, times ten (80 for 8.0): libraries choose kernels by it. 0 where unknown.
+        handover_bytes: Of a host that computes: a copy of at most so many bytes is made by the thread that computes, a
+            larger one by another. None where copies are never the host's work.
+        handover_seconds: What it costs the host to hand a larger one over.
     """
 
     name: str
@@ -65,6 +68,8 @@ class DeviceSpec:
     compute_capability: int = dataclasses.field(default=0, metadata=codec.ADDED)
     replay_overhead_seconds: float | None = dataclasses.field(default=None, metadata=codec.ADDED)
     seeing_seconds: float = dataclasses.field(default=20e-6, metadata=codec.ADDED)
+    handover_bytes: int | None = dataclasses.field(default=None, metadata=codec.ADDED)
+    handover_seconds: float = dataclasses.field(default=0.0, metadata=codec.ADDED)
 
     @property
     def has_disk(self) -> bool:
@@ -75,6 +80,21 @@ class DeviceSpec:
     def replay_overhead(self) -> float:
         """Host cost of one replay beside its work, in seconds."""
         return self.overhead_seconds if self.replay_overhead_seconds is None else self.replay_overhead_seconds
+
+    def copy_overhead(self, num_bytes: int) -> float:
+        """Host cost of one copy, beside the share of its duration that compute loses, in seconds.
+
+        Small blocks are copied at the link's rate out: on a host that computes the way back is slower for memory that
+        is touched for the first time, which small blocks are not.
+
+        Args:
+            num_bytes: How much is copied.
+        """
+        if self.handover_bytes is None:
+            return self.overhead_seconds
+        if num_bytes > self.handover_bytes:
+            return self.overhead_seconds + self.handover_seconds
+        return self.overhead_seconds + (1 - self.copy_interference) * num_bytes / self.d2h_bytes_per_second
 
     def at_peak(self) -> DeviceSpec:
         """The device as its datasheet has it: its peaks reached by all ops, and launching them for nothing."""
@@ -146,8 +166,11 @@ class DeviceSpec:
             raise PlanError(f"device_spec: memory_bytes must be positive or null, got {self.memory_bytes}")
         if not 0 <= self.copy_interference <= 1 or self.overhead_seconds < 0:
             raise PlanError(f"device_spec: copy_interference must lie in [0, 1], overhead_seconds be >= 0: {self}")
-        if self.replay_overhead < 0 or self.seeing_seconds < 0:
-            raise PlanError(f"device_spec: replay_overhead_seconds and seeing_seconds must be >= 0: {self}")
+        if min(self.replay_overhead, self.seeing_seconds, self.handover_seconds, self.handover_bytes or 0) < 0:
+            raise PlanError(
+                "device_spec: replay_overhead_seconds, seeing_seconds, handover_bytes and handover_seconds must be >= "
+                f"0: {self}"
+            )
         if self.host_memory_bytes is not None and self.host_memory_bytes < 0:
             raise PlanError(f"device_spec: host_memory_bytes must be >= 0 or null, got {self.host_memory_bytes}")
         disk = (self.disk_write_bytes_per_second, self.disk_read_bytes_per_second)

@@ -195,7 +195,7 @@ def order_of(request: PlanRequest, family: Family) -> Order:
     chain_bytes: dict[int, float] = {}
     priced: list[tuple[float, int, Action]] = []
     for c in candidates:
-        swap = c.num_bytes * rate + device.overhead_seconds
+        swap = c.num_bytes * rate + device.copy_overhead(c.num_bytes)
         replay, chain = replay_cost(problem, c, chain_bytes)
         replay += device.replay_overhead
         can_replay = c.can_recompute and (chain <= chain_limit or not c.can_swap)

@@ -235,17 +235,7 @@ class Simulator:
         self.device = device
         self._limit = NO_LIMIT if limit_bytes is None else limit_bytes
         self._kernels = kernels
-        self._spaces: dict[bool, Space] = {}
-        host_bytes = device.host_memory_bytes
-        self._links = Links(
-            out_rates(device),
-            in_rates(device),
-            float(device.overhead_seconds),
-            float(device.replay_overhead),
-            float(device.copy_interference),
-            NO_LIMIT if host_bytes is None else host_bytes,
-            device.has_disk,
-        )
+        self._spaces: dict[bool, tuple[Space, Links]] = {}
 
     def run(
         self,
@@ -278,7 +268,7 @@ class Simulator:
         """
         problem, num_left = self.problem, until - int(run.counts[NUM_TRIALS])
         kernels = self._kernels or kernels_for(num_left * problem.num_rows, is_urgent=problem.is_urgent)
-        where = (problem.columns(kernels.is_compiled), self._space(kernels), self._links, self._limit)
+        where = (problem.columns(kernels.is_compiled), *self._space(kernels), self._limit)
         if kernels.is_compiled:
             kernels.anneal(*where, problem.plain_seconds, moves, seen, run, draws, until)
             return
@@ -340,14 +330,14 @@ class Simulator:
     ) -> _Pass:
         problem = self.problem
         kernels = self._kernels or kernels_for(problem.num_rows, is_urgent=problem.is_urgent)
-        space = self._space(kernels)
+        space, links = self._space(kernels)
         kernels.reset(space.resets_of_walk)
         kernels.reset(space.resets)
         _write(space.walk, codes, no_memo, kernels)
         if schedule is not None:
             self._follow(schedule, space.columns.transfers)
         found = kernels.simulate(
-            problem.columns(kernels.is_compiled), space, self._links, self._limit,
+            problem.columns(kernels.is_compiled), space, links, self._limit,
             max_seconds - problem.plain_seconds, schedule is not None,
         )  # fmt: skip
         is_second, tick, peak_bytes, seconds, stall_seconds, overflow_bytes = found
@@ -363,11 +353,24 @@ class Simulator:
         np.subtract.at(delta, ends, arrays.stored_size[swapped])
         return int(np.cumsum(delta).max())
 
-    def _space(self, kernels: Kernels) -> Space:
-        space = self._spaces.get(kernels.is_compiled)
-        if space is None:
-            space = self._spaces[kernels.is_compiled] = space_of(self.problem, is_compiled=kernels.is_compiled)
-        return space
+    def _space(self, kernels: Kernels) -> tuple[Space, Links]:
+        is_compiled = kernels.is_compiled
+        if is_compiled not in self._spaces:
+            self._spaces[is_compiled] = space_of(self.problem, is_compiled=is_compiled), self._links(is_compiled)
+        return self._spaces[is_compiled]
+
+    def _links(self, is_compiled: bool) -> Links:
+        device, host_bytes = self.device, self.device.host_memory_bytes
+        overheads = [device.copy_overhead(num_bytes) for num_bytes in self.problem.arrays.size.tolist()]
+        return Links(
+            out_rates(device),
+            in_rates(device),
+            np.array(overheads, dtype=np.float64) if is_compiled else overheads,
+            float(device.replay_overhead),
+            float(device.copy_interference),
+            NO_LIMIT if host_bytes is None else host_bytes,
+            device.has_disk,
+        )
 
     def _follow(self, schedule: Schedule, transfers: Transfers) -> None:
         """Note what a schedule says."""

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from lightning_offload.accelerators import kind_of
 from lightning_offload.errors import SpillError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.host_layout import Layout
@@ -25,6 +26,7 @@ from lightning_offload.plugins.devices import HostRefusedError, measure_spec, no
 from lightning_offload.plugins.link_rates import LanesDid, updated
 from lightning_offload.plugins.replanning import Links
 from lightning_offload.plugins.settings import Settings, budget_bytes_on
+from lightning_offload.runtime.cpu_lanes import HANDOVER_SECONDS, SMALL_BYTES
 from lightning_offload.runtime.lanes import LaneTimes
 from lightning_offload.runtime.sight import core_on
 from lightning_offload.runtime.spill import DiskPool
@@ -80,8 +82,9 @@ _MUCH_SLOWER, _MUCH_FASTER = 0.95, 1.1  # ratios of a link to what plans count o
 _MUCH_LESS = 0.98  # of the budget: worth other plans
 
 # What plans count on where the native core executes them, in seconds of the host: a replay's own cost, recording
-# included, and that of an op that is seen. Measured on a CPU: steps of tiny ops, all recomputed, and all passed.
-_REPLAY_SECONDS_IN_THE_CORE, _SEEING_SECONDS_IN_THE_CORE = 3e-6, 2e-6
+# included, that of an op that is seen, and by how much a copy costs less than Python's do. Measured on a CPU: steps of
+# tiny ops, all recomputed, all passed, and all swapped.
+_REPLAY_SECONDS_IN_THE_CORE, _SEEING_SECONDS_IN_THE_CORE, _COPY_SECONDS_LESS_IN_THE_CORE = 3e-6, 2e-6, 10e-6
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,10 +176,13 @@ class Hardware:
         if limit is None or not self._has_disk():
             spec = dataclasses.replace(spec, disk_write_bytes_per_second=0.0, disk_read_bytes_per_second=0.0)
         spec = dataclasses.replace(spec, host_memory_bytes=limit)
+        if not kind_of(self.device).has_streams:
+            spec = dataclasses.replace(spec, handover_bytes=SMALL_BYTES, handover_seconds=HANDOVER_SECONDS)
         if core_on(self.device) is None:
             return spec
         return dataclasses.replace(
             spec,
+            overhead_seconds=max(0.0, spec.overhead_seconds - _COPY_SECONDS_LESS_IN_THE_CORE),
             replay_overhead_seconds=_REPLAY_SECONDS_IN_THE_CORE,
             seeing_seconds=_SEEING_SECONDS_IN_THE_CORE,
         )

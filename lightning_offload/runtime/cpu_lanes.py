@@ -166,6 +166,9 @@ Handing one over takes 50 to 160 microseconds of the thread's time whatever its 
 (measured on two cores, between products of 0.3 ms).
 """
 
+HANDOVER_SECONDS = 50e-6
+"""What plans count for it."""
+
 
 class WorkerLanes(CopyLanes):
     """Lanes of a worker thread for each direction.

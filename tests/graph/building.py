@@ -199,20 +199,22 @@ def step_graphs(draw: st.DrawFn, *, max_saves: int = 6, max_ops: int = 9, unit: 
 
 
 def tiered_devices(unit: int = 10) -> st.SearchStrategy[DeviceSpec]:
-    """Devices with and without a limit on host memory, a disk, and memory of their own."""
+    """Devices with and without a limit on host memory, a disk, memory of their own, and engines that copy."""
     rates = st.sampled_from([5.0 * unit, 50.0 * unit])
     limits = st.none() | st.integers(0, 60).map(lambda n: unit * n)
     disks = st.none() | st.tuples(rates, rates)
 
-    def build(kind: str, limit: int | None, rate: float, disk: tuple[float, float] | None) -> DeviceSpec:
+    def build(
+        kind: str, limit: int | None, rate: float, disk: tuple[float, float] | None, small: int | None
+    ) -> DeviceSpec:
         write, read = disk or (0.0, 0.0)
         return dataclasses.replace(
             DEVICE, kind=kind, d2h_bytes_per_second=rate, h2d_bytes_per_second=rate, copy_interference=0.25,
             overhead_seconds=0.01, host_memory_bytes=limit, disk_write_bytes_per_second=write,
-            disk_read_bytes_per_second=read,
+            disk_read_bytes_per_second=read, handover_bytes=small, handover_seconds=0.0 if small is None else 0.02,
         )  # fmt: skip
 
-    return st.builds(build, st.sampled_from(["cpu", "cuda"]), limits, rates, disks)
+    return st.builds(build, st.sampled_from(["cpu", "cuda"]), limits, rates, disks, limits)
 
 
 @st.composite

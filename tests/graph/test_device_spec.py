@@ -31,7 +31,8 @@ SHARES = {
     "convolution_efficiency", "depthwise_efficiency", "matmul_efficiency", "attention_efficiency",
     "recurrent_efficiency", "reduction_bandwidth", "elementwise_bandwidth",
 }  # fmt: skip
-ADDED = LATER | SHARES | {"launch_seconds", "replay_overhead_seconds", "seeing_seconds"}
+HOST_COSTS = {"launch_seconds", "replay_overhead_seconds", "seeing_seconds", "handover_bytes", "handover_seconds"}
+ADDED = LATER | SHARES | HOST_COSTS
 """Fields that files written before devices were calibrated do not have."""
 
 CALIBRATED = dataclasses.replace(
@@ -79,8 +80,9 @@ CORRUPT = [
     ("disk_write_bytes_per_second", -1.0), ("disk_write_bytes_per_second", 0.0), ("disk_read_bytes_per_second", 0.0),
     ("disk_read_bytes_per_second", float("inf")), ("disk_read_bytes_per_second", None), ("name", None), ("kind", 3),
     ("schema", 0), ("lightning_offload", "step_graph"), ("colour", "red"), ("launch_seconds", -1e-6),
-    ("replay_overhead_seconds", -1e-6), ("seeing_seconds", -1e-6), ("convolution_efficiency", 0.0),
-    ("matmul_efficiency", -1.0), ("reduction_bandwidth", 0.0), ("elementwise_bandwidth", None),
+    ("replay_overhead_seconds", -1e-6), ("seeing_seconds", -1e-6), ("handover_bytes", -1), ("handover_bytes", 1.5),
+    ("handover_seconds", -1e-6), ("convolution_efficiency", 0.0), ("matmul_efficiency", -1.0),
+    ("reduction_bandwidth", 0.0), ("elementwise_bandwidth", None),
 ]  # fmt: skip
 """Values of fields: wrong types, unknown fields and impossible rates, a disk with one direction among them."""
 

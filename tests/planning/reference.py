@@ -215,10 +215,10 @@ class _Step:
         """When each copy back must be issued to hide it and all that come after it; the last need first."""
         wanted = [c for c in self.swapped if c.storage in self.backward.needed]
         link_from = disk_from = float("inf")
-        back, overhead = self._lane_back(), self.device.overhead_seconds
+        back = self._lane_back()
         found = []
         for c in sorted(wanted, key=lambda c: -self._first_need(c)):
-            need = self._first_need(c)
+            need, overhead = self._first_need(c), self._overhead(c)
             if self.tiers[c.storage] == "host":
                 by = link_from = min(self.starts[need], link_from) - c.num_bytes * (1 / back.link_rate) - overhead
             else:
@@ -282,7 +282,13 @@ class _Step:
                 now = max(now, here[c.storage])
             now += self.starts[tick + 1] - self.starts[tick]
         slowed = max(0.0, copied - stalled) * self.device.copy_interference
-        return now + slowed + 2 * len(self.swapped) * self.device.overhead_seconds, stalled
+        return now + slowed + 2 * sum(map(self._overhead, self.swapped)), stalled
+
+    def _overhead(self, c: Candidate) -> float:
+        d, most = self.device, self.device.handover_bytes
+        if most is not None and c.num_bytes <= most:
+            return d.overhead_seconds + c.num_bytes / d.d2h_bytes_per_second * (1 - d.copy_interference)
+        return d.overhead_seconds + d.handover_seconds * (most is not None)
 
     def _issued_at(self, c: Candidate) -> int:
         ordinal = self.prefetch.get(c.storage, -1)

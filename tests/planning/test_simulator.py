@@ -55,6 +55,17 @@ def test_overhead_counts_once_a_replay_and_twice_a_swap() -> None:
     assert simulate(THREE, {2: "swap"}, slow).step_seconds == pytest.approx(6.25)
 
 
+def test_small_copies_take_the_computing_thread_and_large_ones_are_handed_over() -> None:
+    """Each costs twice: a small one its duration at the link's rate out, a large one what handing it over takes."""
+    host = dataclasses.replace(
+        INSTANT, d2h_bytes_per_second=1000.0, overhead_seconds=0.125, handover_bytes=30, handover_seconds=0.5
+    )
+    assert simulate(THREE, {2: "swap"}, host).step_seconds == pytest.approx(6 + 2 * (0.125 + 30 / 1000))
+    assert simulate(THREE, {3: "swap"}, host, schedule=ON_DEMAND).step_seconds == pytest.approx(
+        6 + 40 / 1000 + 2 * (0.125 + 0.5)
+    )
+
+
 def test_unhidden_copies_stall_for_their_whole_duration() -> None:
     """Without overlap compute waits for the copy out and for the copy back."""
     timeline = simulate(THREE, {3: "swap"}, DEVICE, schedule=ON_DEMAND)

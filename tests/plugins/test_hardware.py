@@ -21,6 +21,7 @@ from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.plan_source import Recorded
 from lightning_offload.plugins.settings import check_settings
+from lightning_offload.runtime.cpu_lanes import HANDOVER_SECONDS, SMALL_BYTES
 from lightning_offload.runtime.lanes import LaneTimes
 from lightning_offload.runtime.program import compile_plan
 from tests.plugins.training import MIB, attached, net, rows, train_step
@@ -75,12 +76,14 @@ def test_enough_host_memory_sets_no_limit(measured: list[bool]) -> None:
 
 
 def test_links_count_with_0_8_of_what_was_measured() -> None:
-    """Every rate is derated; nothing else is."""
+    """Every rate is derated; nothing else is. A host that computes hands larger copies over."""
     spec = made("disk").planning_spec(saved_bytes=MIB)
+    assert (spec.handover_bytes, spec.handover_seconds) == (SMALL_BYTES, HANDOVER_SECONDS)
     rates = (spec.d2h_bytes_per_second, spec.h2d_bytes_per_second)
     assert rates == pytest.approx((800.0, 400.0))
     assert (spec.disk_write_bytes_per_second, spec.disk_read_bytes_per_second) == pytest.approx((80.0, 40.0))
-    assert dataclasses.replace(spec, host_memory_bytes=None) == SPEC.derated(0.8)
+    spec = dataclasses.replace(spec, host_memory_bytes=None, handover_bytes=None, handover_seconds=0.0)
+    assert spec == SPEC.derated(0.8)
 
 
 def test_little_host_memory_without_a_disk(measured: list[bool]) -> None:

@@ -129,7 +129,7 @@ class Links(NamedTuple):
     Attributes:
         out_rates: Rates of copies out.
         in_rates: Rates of copies back.
-        overhead: Seconds of a copy's overhead.
+        overheads: By saved storage: seconds of the overhead of a copy of it.
         replay_overhead: Seconds of a replay's.
         interference: Share of a copy that compute is slowed down by.
         host_bytes: What the host may hold.
@@ -138,7 +138,7 @@ class Links(NamedTuple):
 
     out_rates: Any
     in_rates: Any
-    overhead: float
+    overheads: Any
     replay_overhead: float
     interference: float
     host_bytes: int

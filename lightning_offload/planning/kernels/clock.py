@@ -85,7 +85,7 @@ def run_step(
     released, issued, needed = events.released.heads, events.issued.heads, events.needed.heads
     next_released, next_issued, next_needed = events.released.nexts, events.issued.nexts, events.needed.nexts
     out_rates, in_rates = links.out_rates, links.in_rates
-    num_swapped = mark_busy(step, codes, events, busy)
+    overheads = mark_busy(step, codes, events, links.overheads, busy)
     now = 0.0
     stall = 0.0
     copied = 0.0
@@ -129,22 +129,22 @@ def run_step(
             place = next_needed[place]
     now += starts[len(starts) - 1] - starts[previous]
     slowed = max(0.0, copied - stall) * links.interference
-    return now + slowed + 2 * num_swapped * links.overhead, stall
+    return now + slowed + 2 * overheads, stall
 
 
-def mark_busy(step: StepArrays, codes: Any, events: Events, busy: Any) -> int:
-    """Mark the ticks at which something happens to a swapped storage; how many there are of those storages."""
+def mark_busy(step: StepArrays, codes: Any, events: Events, overheads: Any, busy: Any) -> float:
+    """Mark the ticks at which something happens to a swapped storage; the overheads of a copy of each of them."""
     by_pack, pack = step.by_pack, step.pack
     released, issued, needed = events.released.ticks, events.issued.ticks, events.needed.ticks
-    num_swapped = 0
+    seconds = 0.0
     for place in range(len(by_pack)):
         s = by_pack[place]
         if codes[s] == SWAP:
-            num_swapped += 1
+            seconds += overheads[s]
             busy[pack[s]] = 1
             busy[released[place]] = 1
             if issued[place] >= 0:
                 busy[issued[place]] = 1
             if needed[place] >= 0:
                 busy[needed[place]] = 1
-    return num_swapped
+    return seconds

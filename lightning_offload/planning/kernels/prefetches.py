@@ -64,7 +64,7 @@ def find_latest(step: StepArrays, starts: Any, links: Links, on_disk: Any, event
         place = heads[need]
         while place >= 0:
             s = by_pack[place]
-            latest[s] = issue_by(room.deadlines, links.in_rates, links.overhead, on_disk[s], size[s], starts[need])
+            latest[s] = issue_by(room.deadlines, links.in_rates, links.overheads[s], on_disk[s], size[s], starts[need])
             place = nexts[place]
 
 

@@ -78,7 +78,7 @@ def least_seconds(step: StepArrays, space: Space, links: Links, plain_seconds: f
     copied = 0.0
     for s in range(step.num_candidates[0]):
         if codes[s] == SWAP:
-            seconds += 2 * links.overhead
+            seconds += 2 * links.overheads[s]
             copied += step.size[s] * links.out_rates[0]
             if needs.needed[s] >= 0:
                 copied += step.size[s] * links.in_rates[0]

@@ -58,12 +58,12 @@ class Model:
         self._per_byte = _UNITS / max(1, sum(item.candidate.num_bytes for item in case.items))
         self._per_second = _UNITS / (case.plain.step_seconds or 1.0)
         self._sizes = [item.candidate.num_bytes * self._per_byte for item in case.items]
-        self._overhead = case.device.overhead_seconds * self._per_second
+        overheads = [case.device.copy_overhead(item.candidate.num_bytes) * self._per_second for item in case.items]
         self._replay_overhead = case.device.replay_overhead * self._per_second
-        self._make_choices(integral)
+        self._make_choices(overheads, integral)
         stalls = sum(_longest_copies(case.device, item.candidate.num_bytes) for item in case.items) * self._per_second
-        most_overhead = max(self._overhead, self._replay_overhead)
-        self._most = _MOST_REPLAYS * _UNITS + stalls + 3 * len(case.items) * most_overhead
+        most_overhead = 3 * max([*overheads, self._replay_overhead])
+        self._most = _MOST_REPLAYS * _UNITS + stalls + len(case.items) * most_overhead
         self._clock = Clock(
             self.program, case, grid, unit=self._per_second, most_replays=self._most, most_stalls=stalls
         )
@@ -95,11 +95,11 @@ class Model:
         result: Floats = np.cumsum(absent)[:-1]
         return result
 
-    def _make_choices(self, integral: bool) -> None:
+    def _make_choices(self, overheads: list[float], integral: bool) -> None:
         program, items = self.program, self._case.items
         can_recompute = [item.candidate.can_recompute for item in items]
         swaps = [float(item.candidate.can_swap) for item in items]
-        self.swap = program.variables(swaps, cost=2 * self._overhead, integral=integral)
+        self.swap = program.variables(swaps, cost=[2 * each for each in overheads], integral=integral)
         self.recompute = program.variables([float(can) for can in can_recompute], integral=integral)
         if self._is_thin:
             for i in range(len(items)):
