@@ -620,6 +620,10 @@ class StepExecutor:
                 return False
         return True
 
+    def hooks(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, what this thread saves is packed and unpacked here."""
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
     @dynamo_disabled
     def unpack(self, packed: Handle | Held) -> Tensor:
         """Give a saved tensor back.

@@ -362,6 +362,9 @@ class HookedExecutor(Protocol):
     def unpack(self, packed: Any) -> Tensor:
         """Give it back."""
 
+    def hooks(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, what this thread saves goes through ``pack`` and ``unpack``."""
+
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op of the program."""
 
@@ -412,7 +415,7 @@ def executing(executor: HookedExecutor, *, hooks: bool = True) -> Iterator[None]
     with contextlib.ExitStack() as stack:
         stack.callback(executor.close)
         if hooks and executor.packs:
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(executor.pack, executor.unpack))
+            stack.enter_context(executor.hooks())
             stack.enter_context(_yielding_to_functorch(executor))
         if executor.packs:
             stack.enter_context(_tracking_data_escapes(executor))

@@ -144,6 +144,17 @@ class NativeExecutor(StepExecutor):
 
     @override
     @contextlib.contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Those of Python, which the core stands in for: they are called where another thread saves."""
+        self._step.hook(self)
+        try:
+            with super().hooks():
+                yield
+        finally:
+            self._step.unhook()
+
+    @override
+    @contextlib.contextmanager
     def seeing(self) -> Iterator[None]:
         self._step.enter()
         try:

@@ -244,7 +244,7 @@ std::vector<std::pair<Ledger::HandlePtr, int64_t>> Ledger::take_late() {
   std::vector<std::pair<HandlePtr, int64_t>> found;
   for (const auto& [weak, index] : std::exchange(late_, {})) {
     auto handle = weak.lock();
-    if (handle && handle->object != nullptr && handle->kept.defined() && !handle->is_out) {
+    if (handle && handle->is_held() && handle->kept.defined() && !handle->is_out) {
       found.emplace_back(std::move(handle), index);
     }
   }
@@ -380,7 +380,7 @@ void Step::show(const at::Tensor& tensor, Handle& handle, size_t num_own) {
     backward_ends();
     shown_to_ = node;
   }
-  if (node == nullptr || handle.borrowed) {  // the program's own tensor
+  if (node == nullptr || handle.is_borrowed) {  // the program's own tensor
     return;
   }
   if (is_plain(tensor) && tensor.storage().use_count() > num_own) {

@@ -15,8 +15,11 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/Storage.h>
+#include <ATen/SavedTensorHooks.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/saved_variable_hooks.h>
 
 #include <structmember.h>
 
@@ -509,7 +512,7 @@ PyMethodDef lanes_methods[] = {
 struct PyHandle {
   PyObject_HEAD
   c10::intrusive_ptr<Handle> handle;
-  PyObject* lease;  // keeps the step from being over
+  std::shared_ptr<PyRef> lease;
   PyObject* weak_references;
 };
 
@@ -526,10 +529,29 @@ void handle_dealloc(PyObject* self) {
     PyObject_ClearWeakRefs(self);
   }
   object->handle->object = nullptr;
+  object->handle->form = Handle::DEAD;
   object->handle.~intrusive_ptr<Handle>();
-  PyObject* lease = std::exchange(object->lease, nullptr);
+  const auto lease = std::move(object->lease);
+  object->lease.~shared_ptr<PyRef>();
   drop_type_and_free(self);
-  Py_XDECREF(lease);
+}
+
+// With the GIL: Python's object for a handle; null where autograd holds that no more.
+PyRef object_of(const c10::intrusive_ptr<Handle>& handle) {
+  if (handle->object != nullptr) {
+    return PyRef::borrowed(handle->object);
+  }
+  auto bare = Handle::BARE;
+  if (!handle->form.compare_exchange_strong(bare, Handle::WRAPPED)) {
+    return {};
+  }
+  auto* object = reinterpret_cast<PyHandle*>(checked(handle_type->tp_alloc(handle_type, 0)));
+  new (&object->handle) c10::intrusive_ptr<Handle>(handle);
+  new (&object->lease) std::shared_ptr<PyRef>();  // autograd has one
+  PyRef whole = PyRef::stolen(reinterpret_cast<PyObject*>(object));
+  handle->object = whole.get();
+  handle->own = PyRef::borrowed(whole.get());
+  return whole;
 }
 
 #define HANDLE(self) (*handle_of(self))
@@ -545,6 +567,7 @@ METHOD(handle_let_go, {
   handle.geometry = geometry_of(geometry);
   handle.kept.reset();
   handle.borrowed.reset();
+  handle.is_borrowed = false;
   handle.value->handles.push_back(WeakHandle(handle_of(self)));
   Py_RETURN_NONE;
 })
@@ -775,21 +798,10 @@ bool is_wrapped(PyObject* tensor) {
 using Unseen = c10::impl::ExcludeDispatchKeyGuard;
 const c10::DispatchKeySet SEEN_BY(c10::DispatchKey::Fake);
 
-PyObject* step_pack(PyObject* self, PyObject* given) {
-  HANDLE_TH_ERRORS
-  Step& step = step_of(self);
-  Lock lock;
-  Unseen unseen{SEEN_BY};
-  const at::Tensor& tensor = THPVariable_Unpack(given);
-  const bool is_parameter = Py_TYPE(given) == reinterpret_cast<PyTypeObject*>(ParameterClass);
-  const bool is_ordinary = !is_wrapped(given);
-  auto* object = reinterpret_cast<PyHandle*>(checked(handle_type->tp_alloc(handle_type, 0)));
-  new (&object->handle) c10::intrusive_ptr<Handle>(c10::make_intrusive<Handle>());
-  object->lease = step.lease.get();
-  Py_XINCREF(object->lease);
-  PyRef whole = PyRef::stolen(reinterpret_cast<PyObject*>(object));
-  const auto& handle = object->handle;
-  handle->object = whole.get();
+// Save a tensor: `object` is Python's for it, null where there is none; the GIL may be held or not.
+void save(Step& step, const at::Tensor& tensor, PyObject* object, const c10::intrusive_ptr<Handle>& handle) {
+  const bool is_parameter = object != nullptr && Py_TYPE(object) == reinterpret_cast<PyTypeObject*>(ParameterClass);
+  const bool is_ordinary = object == nullptr || !is_wrapped(object);
   const auto* impl = tensor.unsafeGetTensorImpl();
   if (impl->version_counter().enabled()) {
     handle->saved = Guard{impl->version_counter(), impl->version_counter().current_version()};
@@ -801,14 +813,20 @@ PyObject* step_pack(PyObject* self, PyObject* given) {
     case Kept::NOT:
       break;
     case Kept::STRANGE: {
-      PyRef kept = step.python.call("_strangely_saved", PyTuple_Pack(1, given));
+      WithGil gil;
+      PyRef given = PyRef::stolen(checked(THPVariable_Wrap(tensor)));
+      PyRef kept = step.python.call("_strangely_saved", PyTuple_Pack(1, given.get()));
       handle->kept = THPVariable_Unpack(kept.get());
       break;
     }
     case Kept::AS_IT_IS:
       if (has_no_graph(tensor)) {
         handle->kept = tensor;
-        handle->borrowed = PyRef::stolen(checked(PyWeakref_NewRef(given, nullptr)));
+        handle->is_borrowed = true;
+        if (object != nullptr) {
+          WithGil gil;
+          handle->borrowed = PyRef::stolen(checked(PyWeakref_NewRef(object, nullptr)));
+        }
         break;
       }
       [[fallthrough]];
@@ -816,13 +834,17 @@ PyObject* step_pack(PyObject* self, PyObject* given) {
     case Kept::LEAVES_LATE:
       handle->kept = beside(tensor);
       if (becomes == Kept::LEAVES_LATE) {
-        step.python.call("_leave_late", PyTuple_Pack(2, whole.get(), given));
+        WithGil gil;
+        PyRef given = PyRef::stolen(checked(THPVariable_Wrap(tensor)));
+        step.python.call("_leave_late", PyTuple_Pack(2, object_of(handle).get(), given.get()));
       }
       break;
   }
   if (asks) {
     const bool is_there = becomes != Kept::STRANGE;
-    PyRef found = step.python.call("_save_by_rule", checked(Py_BuildValue("(OO)", whole.get(), is_there ? Py_True : Py_False)));
+    WithGil gil;
+    PyRef found = step.python.call(
+        "_save_by_rule", checked(Py_BuildValue("(OO)", object_of(handle).get(), is_there ? Py_True : Py_False)));
     const auto numbers = integers(found.get());
     TORCH_CHECK(numbers.size() == 4, "a rule tells four numbers");
     handle->place = numbers[0];
@@ -834,9 +856,22 @@ PyObject* step_pack(PyObject* self, PyObject* given) {
   } else if (!step.program->sees_ops && !step.has_deviated && handle->place >= 0) {
     step.release_at_pack(handle->place);
   }
-  PyObject* result = whole.get();
-  Py_INCREF(result);
-  return result;
+}
+
+PyObject* step_pack(PyObject* self, PyObject* given) {
+  HANDLE_TH_ERRORS
+  Step& step = step_of(self);
+  Lock lock;
+  Unseen unseen{SEEN_BY};
+  auto* object = reinterpret_cast<PyHandle*>(checked(handle_type->tp_alloc(handle_type, 0)));
+  new (&object->handle) c10::intrusive_ptr<Handle>(c10::make_intrusive<Handle>());
+  new (&object->lease) std::shared_ptr<PyRef>(step.lease);
+  PyRef whole = PyRef::stolen(reinterpret_cast<PyObject*>(object));
+  object->handle->object = whole.get();
+  object->handle->form = Handle::WRAPPED;
+  save(step, THPVariable_Unpack(given), given, object->handle);
+  Py_INCREF(whole.get());
+  return whole.get();
   END_HANDLE_TH_ERRORS
 }
 
@@ -848,6 +883,130 @@ PyObject* step_unpack(PyObject* self, PyObject* given) {
   return THPVariable_Wrap(step.unpack(HANDLE(given)));
   END_HANDLE_TH_ERRORS
 }
+
+// ---- what autograd calls
+
+// What hooks of a step hold, each of them: the step, and who executes it in Python.
+struct Hooked {
+  PyRef object, executor;
+  Step* step;
+};
+
+thread_local std::vector<std::shared_ptr<Hooked>> hooked;  // whose hooks this thread has pushed
+
+// Stands for a pair of Python's hooks in a saved tensor.
+struct Hooks final : torch::autograd::SavedVariableHooks {
+  explicit Hooks(std::shared_ptr<Hooked> step) : step_(std::move(step)) {}
+
+  ~Hooks() override {
+    auto bare = Handle::BARE;
+    if (!handle_->form.compare_exchange_strong(bare, Handle::DEAD)) {
+      const PyRef dying = taken();
+    }
+  }
+
+  void call_pack_hook(const at::Tensor& tensor) override {
+    Step& step = *step_->step;
+    Lock lock;
+    Unseen unseen{SEEN_BY};
+    lease_ = step.lease;
+    save(step, tensor, tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj(), handle_);
+  }
+
+  at::Tensor call_unpack_hook() override {
+    Lock lock;
+    Unseen unseen{SEEN_BY};
+    return step_->step->unpack(*handle_);
+  }
+
+  std::optional<std::pair<c10::SafePyObject, c10::SafePyObject>> retrieve_unpack_hook_data() const override {
+    WithGil gil;
+    PyObject* unpack = checked(PyObject_GetAttrString(step_->executor.get(), "unpack"));
+    PyRef object = object_of(handle_);
+    Py_INCREF(object.get());
+    return std::make_pair(
+        c10::SafePyObject(unpack, getPyInterpreter()), c10::SafePyObject(object.get(), getPyInterpreter()));
+  }
+
+ private:
+  PyRef taken() {
+    if (!PyRef::can_drop()) {
+      return {};
+    }
+    WithGil gil;
+    return std::move(handle_->own);
+  }
+
+  std::shared_ptr<Hooked> step_;
+  std::shared_ptr<PyRef> lease_;
+  c10::intrusive_ptr<Handle> handle_ = c10::make_intrusive<Handle>();
+};
+
+// Autograd's engine asks who packs what is saved: where that is a step of this thread, it need not go through Python.
+// All else is the engine's that was there before.
+struct Engine final : torch::autograd::Engine {
+  explicit Engine(torch::autograd::Engine& before) : before_(before) {}
+
+  torch::autograd::variable_list execute(
+      const torch::autograd::edge_list& roots, const torch::autograd::variable_list& inputs, bool keep_graph,
+      bool create_graph, bool accumulate_grad, const torch::autograd::edge_list& outputs) override {
+    return before_.execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
+  }
+
+  c10::intrusive_ptr<at::ivalue::Future> execute_with_graph_task(
+      const std::shared_ptr<torch::autograd::GraphTask>& task, c10::intrusive_ptr<torch::autograd::Node> root,
+      torch::autograd::InputBuffer&& inputs) override {
+    return before_.execute_with_graph_task(task, std::move(root), std::move(inputs));
+  }
+
+  std::unique_ptr<torch::autograd::AnomalyMetadata> make_anomaly_metadata() override {
+    return before_.make_anomaly_metadata();
+  }
+
+  std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
+    if (!hooked.empty()) {
+      const auto& state = at::SavedTensorDefaultHooks::get_tls_state();
+      if (state.stack.empty() || state.is_tracing) {
+        return nullptr;
+      }
+      PyObject* const top = state.stack.top().first.ptr(getPyInterpreter());
+      if (PyMethod_Check(top)) {
+        for (const auto& step : hooked) {
+          if (PyMethod_GET_SELF(top) == step->executor.get()) {
+            return std::make_unique<Hooks>(step);
+          }
+        }
+      }
+    }
+    return before_.get_default_saved_variable_hooks();
+  }
+
+ private:
+  torch::autograd::Engine& before_;
+};
+
+torch::autograd::Engine& own_engine() {
+  static auto* const engine = new Engine(torch::autograd::Engine::get_default_engine());  // never freed
+  return *engine;
+}
+
+// Hooks of this thread that Python pushes for a step's executor are the core's own from now on.
+METHOD(step_hook, {
+  auto step = std::make_shared<Hooked>();
+  step->object = PyRef::borrowed(self);
+  step->executor = PyRef::borrowed(given);
+  step->step = &step_of(self);
+  hooked.push_back(std::move(step));
+  Py_RETURN_NONE;
+})
+METHOD(step_unhook, {
+  const auto ours = std::find_if(hooked.rbegin(), hooked.rend(), [&](const auto& step) { return step->object.get() == self; });
+  if (ours != hooked.rend()) {
+    const auto dying = std::move(*ours);
+    hooked.erase(std::next(ours).base());
+  }
+  Py_RETURN_NONE;
+})
 
 METHOD(step_enter, enter(self, Sight{&step_of(self), nullptr}); Py_RETURN_NONE)
 METHOD(step_leave, leave(self); Py_RETURN_NONE)
@@ -909,8 +1068,8 @@ METHOD(step_take_kept, {
   PyRef found = PyRef::stolen(checked(PyList_New(0)));
   for (const auto& weak : std::exchange(step_of(self).kept, {})) {
     const auto handle = weak.lock();
-    if (handle && handle->object != nullptr) {
-      PyList_Append(found.get(), handle->object);
+    if (const auto object = handle ? object_of(handle) : PyRef()) {
+      PyList_Append(found.get(), object.get());
     }
   }
   Py_INCREF(found.get());
@@ -941,8 +1100,10 @@ METHOD(step_is_late, return PyBool_FromLong(step_of(self).ledger.is_late(storage
 METHOD(step_take_late, {
   PyRef found = PyRef::stolen(checked(PyList_New(0)));
   for (const auto& [handle, index] : step_of(self).ledger.take_late()) {
-    PyRef item = PyRef::stolen(checked(Py_BuildValue("(OL)", handle->object, static_cast<long long>(index))));
-    PyList_Append(found.get(), item.get());
+    if (const auto object = object_of(handle)) {
+      PyRef item = PyRef::stolen(checked(Py_BuildValue("(OL)", object.get(), static_cast<long long>(index))));
+      PyList_Append(found.get(), item.get());
+    }
   }
   Py_INCREF(found.get());
   return found.get();
@@ -979,7 +1140,7 @@ GETTER(step_has_deviated, return PyBool_FromLong(step_of(self).has_deviated))
 SETTER(set_step_has_deviated, step_of(self).has_deviated = PyObject_IsTrue(given))
 GETTER(step_replay_seconds, return PyFloat_FromDouble(step_of(self).replay_seconds))
 METHOD(step_end, step_of(self).lease.reset(); Py_RETURN_NONE)
-METHOD(step_go_on, step_of(self).lease = PyRef::borrowed(given); Py_RETURN_NONE)
+METHOD(step_go_on, step_of(self).lease = std::make_shared<PyRef>(PyRef::borrowed(given)); Py_RETURN_NONE)
 
 PyGetSetDef step_attributes[] = {
     {"place", step_place, nullptr, nullptr, nullptr},
@@ -1001,6 +1162,8 @@ PyGetSetDef step_attributes[] = {
 PyMethodDef step_methods[] = {
     {"pack", step_pack, METH_O, nullptr},
     {"unpack", step_unpack, METH_O, nullptr},
+    {"hook", step_hook, METH_O, nullptr},
+    {"unhook", step_unhook, METH_NOARGS, nullptr},
     {"enter", step_enter, METH_NOARGS, nullptr},
     {"leave", step_leave, METH_NOARGS, nullptr},
     {"end", step_end, METH_NOARGS, nullptr},
@@ -1373,6 +1536,8 @@ PyObject* core_install(PyObject*, PyObject* given) {
   own_error = error;
   std::string why_not;
   install(why_not);
+  own_engine();  // before it stands in for the other one
+  torch::autograd::set_default_engine_stub(&own_engine);
   return PyUnicode_FromString(why_not.c_str());
   END_HANDLE_TH_ERRORS
 }

@@ -20,7 +20,7 @@ Step::Step(
     std::shared_ptr<Lanes> lanes)
     : program(std::move(program)),
       device(device),
-      lease(PyRef::borrowed(lease)),
+      lease(std::make_shared<PyRef>(PyRef::borrowed(lease))),
       lanes(std::move(lanes)),
       follower(*this->program),
       is_cpu_(device.is_cpu()) {
@@ -64,6 +64,7 @@ Lock::~Lock() {
 
 // Start copying a value to a lower tier; false where there is no room, and it stays.
 bool Step::swap_out(const ValuePtr& value, const StoragePtr& storage) {
+  const WithGil gil;
   auto [block, address] = python.allocate(*value);
   table.own(value, storage);
   if (!block) {

@@ -7,14 +7,17 @@
 
 namespace offload {
 
-void PyRef::reset() noexcept {
+bool PyRef::can_drop() noexcept {
 #if PY_VERSION_HEX >= 0x030D0000
-  const bool is_ending = Py_IsFinalizing();
+  return Py_IsInitialized() && !Py_IsFinalizing();
 #else
-  const bool is_ending = _Py_IsFinalizing();
+  return Py_IsInitialized() && !_Py_IsFinalizing();
 #endif
+}
+
+void PyRef::reset() noexcept {
   PyObject* object = std::exchange(object_, nullptr);
-  if (object != nullptr && Py_IsInitialized() && !is_ending) {  // else nobody frees anything any more
+  if (object != nullptr && can_drop()) {  // else nobody frees anything any more
     WithGil gil;
     Py_DECREF(object);
   }
@@ -145,6 +148,7 @@ void Handle::release_resources() {
   if (const auto count = std::exchange(counted, nullptr)) {
     *count -= counted_bytes;
   }
+  own.reset();
   object = nullptr;
 }
 

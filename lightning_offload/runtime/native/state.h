@@ -71,6 +71,8 @@ class PyRef {
     reset();
   }
   void reset() noexcept;
+  // Whether there is an interpreter that frees anything.
+  static bool can_drop() noexcept;
   PyObject* get() const {
     return object_;
   }
@@ -146,7 +148,8 @@ struct Handle final : c10::intrusive_ptr_target {
   int64_t index = 0;        // ordinal of its pack
   int64_t place = NOWHERE;  // of its pack in the program; ASKS where Python finds it
   at::Tensor kept;    // the tensor itself, or one beside it without a graph, where it is kept
-  PyRef borrowed;         // a weak reference to the program's own tensor, for `torch.utils.swap_tensors` to see a user
+  bool is_borrowed = false;  // it is the program's own tensor
+  PyRef borrowed;            // a weak reference to Python's object for that, for `torch.utils.swap_tensors` to see a user
   ValuePtr value;
   std::optional<Geometry> geometry;
   Guard saved;  // the saved tensor's counter and version
@@ -155,7 +158,17 @@ struct Handle final : c10::intrusive_ptr_target {
   at::Tensor shown;  // what a node of the program's own was given in its place
   std::shared_ptr<std::atomic<int64_t>> counted;  // what stays, as long as it does; see Ledger
   int64_t counted_bytes = 0;
-  PyObject* object = nullptr;  // borrowed: the Python object that autograd holds
+
+  // Autograd holds a handle bare, or Python's object for it: either made by a hook of Python's, or once Python asks for
+  // it. What is below is guarded by the GIL, which a bare one does not need to die.
+  enum Form : uint8_t { BARE, WRAPPED, DEAD };
+  std::atomic<Form> form{BARE};
+  PyObject* object = nullptr;  // borrowed: Python's object for it, while there is one
+  PyRef own;                   // the same, held for autograd where that holds the handle
+
+  bool is_held() const {
+    return form.load() != DEAD;
+  }
 };
 
 // What is known of an op, as op_facts.py tells it.

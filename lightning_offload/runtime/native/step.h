@@ -207,7 +207,7 @@ class Step {
   // ---- ops, in the thread that has entered
   void op(const c10::OperatorHandle& op, const OpFacts& facts, c10::DispatchKeySet keys, Stack* stack);
 
-  // ---- saved tensors, with the GIL and the lock
+  // ---- saved tensors, with the lock
   // What becomes of a saved tensor, which `handle` stands for from then on.
   Kept pack(
       const at::Tensor& tensor, bool is_parameter, bool is_ordinary, const c10::intrusive_ptr<Handle>& handle);
@@ -231,7 +231,7 @@ class Step {
   ValueTable table;
   std::shared_ptr<const Program> program;
   c10::Device device;
-  PyRef lease;
+  std::shared_ptr<PyRef> lease;  // keeps the step from being over
   std::shared_ptr<Lanes> lanes;  // to host memory; null where those are Python's
   Follower follower;
   Route route;
