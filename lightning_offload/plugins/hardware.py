@@ -16,7 +16,6 @@ from pathlib import Path
 import psutil
 import torch
 
-from lightning_offload.accelerators import kind_of
 from lightning_offload.errors import SpillError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.host_layout import Layout
@@ -26,7 +25,7 @@ from lightning_offload.plugins.devices import HostRefusedError, measure_spec, no
 from lightning_offload.plugins.link_rates import LanesDid, updated
 from lightning_offload.plugins.replanning import Links
 from lightning_offload.plugins.settings import Settings, budget_bytes_on
-from lightning_offload.runtime.cpu_lanes import HANDOVER_SECONDS, SMALL_BYTES
+from lightning_offload.runtime.cpu_lanes import HANDOVER_SECONDS
 from lightning_offload.runtime.lanes import LaneTimes
 from lightning_offload.runtime.sight import core_on
 from lightning_offload.runtime.spill import DiskPool
@@ -176,8 +175,9 @@ class Hardware:
         if limit is None or not self._has_disk():
             spec = dataclasses.replace(spec, disk_write_bytes_per_second=0.0, disk_read_bytes_per_second=0.0)
         spec = dataclasses.replace(spec, host_memory_bytes=limit)
-        if not kind_of(self.device).has_streams:
-            spec = dataclasses.replace(spec, handover_bytes=SMALL_BYTES, handover_seconds=HANDOVER_SECONDS)
+        small_bytes = self.tiers.lanes.small_bytes
+        if small_bytes is not None:
+            spec = dataclasses.replace(spec, handover_bytes=small_bytes, handover_seconds=HANDOVER_SECONDS)
         if core_on(self.device) is None:
             return spec
         return dataclasses.replace(

@@ -167,7 +167,7 @@ Handing one over takes 50 to 160 microseconds of the thread's time whatever its 
 """
 
 HANDOVER_SECONDS = 50e-6
-"""What plans count for it."""
+"""What plans count for handing a copy over."""
 
 
 class WorkerLanes(CopyLanes):
@@ -204,6 +204,7 @@ class WorkerLanes(CopyLanes):
 class CpuLanes(WorkerLanes):
     """The lanes of a CPU: a worker thread for each direction."""
 
+    small_bytes = SMALL_BYTES
     _out: _CpuWorker
     _in: _CpuWorker
 

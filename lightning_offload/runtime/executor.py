@@ -160,7 +160,9 @@ class StepExecutor:
         self._live_scan = live_scan
         self._holds = keeps_all
         self._first_node = next_node()
-        self._lease: StepLiveness | None = StepLiveness(program.num_objects if program is not None and packs else 0)
+        self._lease: StepLiveness | None = StepLiveness(
+            self._num_objects(program) if program is not None and packs else 0
+        )
         self._unread = weakref.ref(self._lease)
         self._device = device
         self._can_capture, self._is_capturing = kind_of(device).captures_graphs, capture_query(device)
@@ -183,6 +185,10 @@ class StepExecutor:
         self.superset: SupersetRule | None = None
         if program is not None and isinstance(follower, ByForm):
             self.superset = SupersetRule(program, follower, self._fallback, self._new_ledger())
+
+    def _num_objects(self, program: Program) -> int:
+        """About how many Python objects the step makes that live until backward."""
+        return program.num_objects
 
     def _new_table(self) -> ValueTable:
         return ValueTable()

@@ -59,7 +59,13 @@ class LaneTimes(NamedTuple):
 
 
 class CopyLanes(abc.ABC):
-    """The two copy directions of a device."""
+    """The two copy directions of a device.
+
+    Attributes:
+        small_bytes: Copies of at most so many bytes are made by the thread that asks for them; None where none are.
+    """
+
+    small_bytes: int | None = None
 
     @abc.abstractmethod
     def swap_out(self, storage: torch.UntypedStorage, block: Block) -> Copy:

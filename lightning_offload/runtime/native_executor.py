@@ -87,6 +87,10 @@ class NativeExecutor(StepExecutor):
         )  # fmt: skip
 
     @override
+    def _num_objects(self, program: Program) -> int:
+        return 0
+
+    @override
     def _new_table(self) -> ValueTable:
         assert self.program is not None
         compiled = _compiled(self._core, self.program, sees_ops=self.sees_ops)

@@ -23,10 +23,12 @@ class NativeLanes(CopyLanes):
 
     Attributes:
         core: Those of the core.
+        small_bytes: As of those in Python.
     """
 
     def __init__(self, core: Any, others: CopyLanes) -> None:
         self.core = core
+        self.small_bytes = others.small_bytes
         self._others = others
 
     @override

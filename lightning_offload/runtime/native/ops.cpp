@@ -259,20 +259,28 @@ Settings Settings::now(bool is_cpu, bool of_products) {
   return found;
 }
 
+static bool are_same(const int64_t (&a)[Settings::MOST], const int64_t (&b)[Settings::MOST]) {
+  return std::equal(std::begin(a), std::end(a), std::begin(b));
+}
+
 PyObject* Step::environment_now(bool for_product) {
   const auto few = Settings::now(is_cpu_, false);
-  bool is_same = !environments_.empty() && std::memcmp(few.few, settings_.few, sizeof(few.few)) == 0;
+  bool is_same = !environments_.empty() && are_same(few.few, environments_.back().settings.few);
   if (is_same && for_product) {
-    const auto products = Settings::now(is_cpu_, true);
-    is_same = std::memcmp(products.of_products, settings_.of_products, sizeof(products.of_products)) == 0;
+    is_same = are_same(Settings::now(is_cpu_, true).of_products, environments_.back().settings.of_products);
   }
   if (!is_same) {
-    environments_.push_back(python.environment());
-    const auto products = Settings::now(is_cpu_, true);
-    std::memcpy(settings_.few, few.few, sizeof(few.few));
-    std::memcpy(settings_.of_products, products.of_products, sizeof(products.of_products));
+    Environment now{python.environment(), Settings::now(is_cpu_, true), 0};
+    std::copy(std::begin(few.few), std::end(few.few), now.settings.few);
+    const auto alike = std::find_if(environments_.begin(), environments_.end(), [&](const Environment& one) {
+      auto masked = one.settings;
+      masked.few[Settings::GRAD_MODE] = few.few[Settings::GRAD_MODE];
+      return are_same(masked.few, few.few) && are_same(masked.of_products, now.settings.of_products);
+    });
+    now.alike = static_cast<size_t>(alike - environments_.begin());
+    environments_.push_back(std::move(now));
   }
-  return environments_.back().get();
+  return environments_.back().object.get();
 }
 
 // ---- generators

@@ -15,11 +15,8 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/Storage.h>
-#include <ATen/SavedTensorHooks.h>
-#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/autograd/saved_variable_hooks.h>
 
 #include <structmember.h>
 
@@ -536,7 +533,8 @@ void handle_dealloc(PyObject* self) {
   drop_type_and_free(self);
 }
 
-// With the GIL: Python's object for a handle; null where autograd holds that no more.
+}  // namespace
+
 PyRef object_of(const c10::intrusive_ptr<Handle>& handle) {
   if (handle->object != nullptr) {
     return PyRef::borrowed(handle->object);
@@ -553,6 +551,8 @@ PyRef object_of(const c10::intrusive_ptr<Handle>& handle) {
   handle->own = PyRef::borrowed(whole.get());
   return whole;
 }
+
+namespace {
 
 #define HANDLE(self) (*handle_of(self))
 
@@ -759,6 +759,7 @@ struct PyStep {
   PyObject_HEAD
   std::unique_ptr<Step> step;
   Scope scope;
+  std::shared_ptr<Hooked> hooked;
 };
 
 PyTypeObject* step_type = nullptr;
@@ -780,11 +781,13 @@ PyObject* step_make(PyTypeObject* type, PyObject* given, PyObject*) {
   auto* object = reinterpret_cast<PyStep*>(checked(type->tp_alloc(type, 0)));
   new (&object->step) std::unique_ptr<Step>(std::move(step));
   new (&object->scope) Scope();
+  new (&object->hooked) std::shared_ptr<Hooked>();
   return reinterpret_cast<PyObject*>(object);
   END_HANDLE_TH_ERRORS
 }
 
 void step_dealloc(PyObject* self) {
+  reinterpret_cast<PyStep*>(self)->hooked.~shared_ptr<Hooked>();
   reinterpret_cast<PyStep*>(self)->step.~unique_ptr<Step>();
   drop_type_and_free(self);
 }
@@ -798,7 +801,8 @@ bool is_wrapped(PyObject* tensor) {
 using Unseen = c10::impl::ExcludeDispatchKeyGuard;
 const c10::DispatchKeySet SEEN_BY(c10::DispatchKey::Fake);
 
-// Save a tensor: `object` is Python's for it, null where there is none; the GIL may be held or not.
+}  // namespace
+
 void save(Step& step, const at::Tensor& tensor, PyObject* object, const c10::intrusive_ptr<Handle>& handle) {
   const bool is_parameter = object != nullptr && Py_TYPE(object) == reinterpret_cast<PyTypeObject*>(ParameterClass);
   const bool is_ordinary = object == nullptr || !is_wrapped(object);
@@ -858,6 +862,8 @@ void save(Step& step, const at::Tensor& tensor, PyObject* object, const c10::int
   }
 }
 
+namespace {
+
 PyObject* step_pack(PyObject* self, PyObject* given) {
   HANDLE_TH_ERRORS
   Step& step = step_of(self);
@@ -884,127 +890,10 @@ PyObject* step_unpack(PyObject* self, PyObject* given) {
   END_HANDLE_TH_ERRORS
 }
 
-// ---- what autograd calls
-
-// What hooks of a step hold, each of them: the step, and who executes it in Python.
-struct Hooked {
-  PyRef object, executor;
-  Step* step;
-};
-
-thread_local std::vector<std::shared_ptr<Hooked>> hooked;  // whose hooks this thread has pushed
-
-// Stands for a pair of Python's hooks in a saved tensor.
-struct Hooks final : torch::autograd::SavedVariableHooks {
-  explicit Hooks(std::shared_ptr<Hooked> step) : step_(std::move(step)) {}
-
-  ~Hooks() override {
-    auto bare = Handle::BARE;
-    if (!handle_->form.compare_exchange_strong(bare, Handle::DEAD)) {
-      const PyRef dying = taken();
-    }
-  }
-
-  void call_pack_hook(const at::Tensor& tensor) override {
-    Step& step = *step_->step;
-    Lock lock;
-    Unseen unseen{SEEN_BY};
-    lease_ = step.lease;
-    save(step, tensor, tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj(), handle_);
-  }
-
-  at::Tensor call_unpack_hook() override {
-    Lock lock;
-    Unseen unseen{SEEN_BY};
-    return step_->step->unpack(*handle_);
-  }
-
-  std::optional<std::pair<c10::SafePyObject, c10::SafePyObject>> retrieve_unpack_hook_data() const override {
-    WithGil gil;
-    PyObject* unpack = checked(PyObject_GetAttrString(step_->executor.get(), "unpack"));
-    PyRef object = object_of(handle_);
-    Py_INCREF(object.get());
-    return std::make_pair(
-        c10::SafePyObject(unpack, getPyInterpreter()), c10::SafePyObject(object.get(), getPyInterpreter()));
-  }
-
- private:
-  PyRef taken() {
-    if (!PyRef::can_drop()) {
-      return {};
-    }
-    WithGil gil;
-    return std::move(handle_->own);
-  }
-
-  std::shared_ptr<Hooked> step_;
-  std::shared_ptr<PyRef> lease_;
-  c10::intrusive_ptr<Handle> handle_ = c10::make_intrusive<Handle>();
-};
-
-// Autograd's engine asks who packs what is saved: where that is a step of this thread, it need not go through Python.
-// All else is the engine's that was there before.
-struct Engine final : torch::autograd::Engine {
-  explicit Engine(torch::autograd::Engine& before) : before_(before) {}
-
-  torch::autograd::variable_list execute(
-      const torch::autograd::edge_list& roots, const torch::autograd::variable_list& inputs, bool keep_graph,
-      bool create_graph, bool accumulate_grad, const torch::autograd::edge_list& outputs) override {
-    return before_.execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
-  }
-
-  c10::intrusive_ptr<at::ivalue::Future> execute_with_graph_task(
-      const std::shared_ptr<torch::autograd::GraphTask>& task, c10::intrusive_ptr<torch::autograd::Node> root,
-      torch::autograd::InputBuffer&& inputs) override {
-    return before_.execute_with_graph_task(task, std::move(root), std::move(inputs));
-  }
-
-  std::unique_ptr<torch::autograd::AnomalyMetadata> make_anomaly_metadata() override {
-    return before_.make_anomaly_metadata();
-  }
-
-  std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
-    if (!hooked.empty()) {
-      const auto& state = at::SavedTensorDefaultHooks::get_tls_state();
-      if (state.stack.empty() || state.is_tracing) {
-        return nullptr;
-      }
-      PyObject* const top = state.stack.top().first.ptr(getPyInterpreter());
-      if (PyMethod_Check(top)) {
-        for (const auto& step : hooked) {
-          if (PyMethod_GET_SELF(top) == step->executor.get()) {
-            return std::make_unique<Hooks>(step);
-          }
-        }
-      }
-    }
-    return before_.get_default_saved_variable_hooks();
-  }
-
- private:
-  torch::autograd::Engine& before_;
-};
-
-torch::autograd::Engine& own_engine() {
-  static auto* const engine = new Engine(torch::autograd::Engine::get_default_engine());  // never freed
-  return *engine;
-}
-
-// Hooks of this thread that Python pushes for a step's executor are the core's own from now on.
-METHOD(step_hook, {
-  auto step = std::make_shared<Hooked>();
-  step->object = PyRef::borrowed(self);
-  step->executor = PyRef::borrowed(given);
-  step->step = &step_of(self);
-  hooked.push_back(std::move(step));
-  Py_RETURN_NONE;
-})
+// Hooks of this thread that Python pushes for a step's executor are the core's own until it takes them off.
+METHOD(step_hook, reinterpret_cast<PyStep*>(self)->hooked = hook(given, step_of(self)); Py_RETURN_NONE)
 METHOD(step_unhook, {
-  const auto ours = std::find_if(hooked.rbegin(), hooked.rend(), [&](const auto& step) { return step->object.get() == self; });
-  if (ours != hooked.rend()) {
-    const auto dying = std::move(*ours);
-    hooked.erase(std::next(ours).base());
-  }
+  const auto dying = std::move(reinterpret_cast<PyStep*>(self)->hooked);
   Py_RETURN_NONE;
 })
 
@@ -1536,8 +1425,7 @@ PyObject* core_install(PyObject*, PyObject* given) {
   own_error = error;
   std::string why_not;
   install(why_not);
-  own_engine();  // before it stands in for the other one
-  torch::autograd::set_default_engine_stub(&own_engine);
+  stand_in_for_engine();
   return PyUnicode_FromString(why_not.c_str());
   END_HANDLE_TH_ERRORS
 }

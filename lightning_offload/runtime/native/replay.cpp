@@ -268,7 +268,8 @@ bool is_gone(const Value& value) {
 // Puts settings in force, and the former ones back: by `end`, or, where something was raised, as well as can be.
 class Environments {
  public:
-  Environments(const Upward& python, PyObject* there) : python_(python), before_(there), there_(there) {}
+  Environments(const Upward& python, const std::vector<Environment>& known, PyObject* there)
+      : python_(python), known_(known), before_(there), there_(there) {}
   ~Environments() {
     try {
       end();
@@ -281,12 +282,22 @@ class Environments {
   void put(PyObject* wanted) {
     if (wanted != there_) {
       PyObject* const there = std::exchange(there_, wanted);
-      python_.put_environment(wanted, there);
+      const auto& to = of(wanted);
+      if (to.alike == of(there).alike) {
+        c10::GradMode::set_enabled(to.settings.few[Settings::GRAD_MODE] != 0);
+      } else {
+        python_.put_environment(wanted, there);
+      }
     }
   }
 
  private:
+  const Environment& of(PyObject* object) const {
+    return *std::find_if(known_.begin(), known_.end(), [&](const auto& one) { return one.object.get() == object; });
+  }
+
   const Upward& python_;
+  const std::vector<Environment>& known_;
   PyObject *before_, *there_;
 };
 
@@ -462,7 +473,8 @@ StoragePtr Step::make(const ValuePtr& value) {
     if (PyGILState_Check()) {
       others_go_on.emplace();
     }
-    Environments environments(python, environment_now(true));
+    PyObject* const there = environment_now(true);
+    Environments environments(python, environments_, there);
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     c10::impl::ExcludeDispatchKeyGuard unseen(c10::DispatchKeySet(c10::DispatchKey::Fake));
     at::AutoDispatchBelowADInplaceOrView below_autograd;

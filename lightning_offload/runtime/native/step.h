@@ -172,9 +172,16 @@ class Ledger {
 
 // The settings of torch that kernels read, as numbers: whether any has changed. What they are, environment.py tells.
 struct Settings {
-  static constexpr int MOST = 32;
+  static constexpr int MOST = 32, GRAD_MODE = 1;  // its place among the few
   int64_t few[MOST] = {}, of_products[MOST] = {};
   static Settings now(bool is_cpu, bool of_products);
+};
+
+// The same as Python knows them.
+struct Environment {
+  PyRef object;
+  Settings settings;
+  size_t alike;  // the first one that differs in nothing but the grad mode, in which backward replays what forward recorded
 };
 
 // What becomes of a saved tensor.
@@ -275,9 +282,7 @@ class Step {
   void show(const at::Tensor& tensor, Handle& handle, size_t num_own);
 
   bool is_cpu_;
-  Settings settings_;
-  bool has_few_ = false, has_products_ = false;
-  std::vector<PyRef> environments_;  // the last one is in force
+  std::vector<Environment> environments_;  // the last one is in force
   std::unordered_map<int64_t, const c10::StorageImpl*> pack_keys_;
   std::optional<std::unordered_set<const void*>> outliving_;
   bool has_visitors_ = false;        // in Python
@@ -286,6 +291,17 @@ class Step {
   const void* shown_to_ = nullptr;
   int last_backward_ = -1;
 };
+
+// Save a tensor, with the lock: `object` is Python's for it, null where there is none.
+void save(Step& step, const at::Tensor& tensor, PyObject* object, const c10::intrusive_ptr<Handle>& handle);
+// With the GIL: Python's object for a handle; null where autograd holds that no more.
+PyRef object_of(const c10::intrusive_ptr<Handle>& handle);
+
+// The hooks of a step that this thread has pushed; see hooks.cpp.
+struct Hooked;
+// Be asked for them in Python's stead, as long as what is given back lives, or any tensor that was saved.
+std::shared_ptr<Hooked> hook(PyObject* executor, Step& step);
+void stand_in_for_engine();
 
 // How many barriers of steps there are that mind writes of other steps; kept by write_barrier.py.
 extern std::atomic<int> num_minding;
