@@ -188,6 +188,9 @@ void Lanes::issue(Direction& direction, const CopyPtr& copy, int64_t address, in
 }
 
 void Lanes::copy_here(Direction& direction, const StoragePtr& storage, int64_t address, int64_t num_bytes) {
+  if (num_bytes == 0) {  // there may be no memory to point to
+    return;
+  }
   const auto began = std::chrono::steady_clock::now();
   auto* const on_host = reinterpret_cast<void*>(address);
   if (&direction == &out_) {

@@ -2,10 +2,11 @@
 //
 // What the program did not foresee goes to Python, with the same objects: `Upward` names all of it.
 //
-// Note [Locks]. Most ops come without the GIL, packs and unpacks with it, perhaps from several threads of autograd. The
-// state of all steps is guarded by one mutex: a write in one step may have another one replay. It is recursive, since
-// Python may come back. Nobody waits for the mutex while holding the GIL; whoever holds the mutex may wait for the GIL.
-// So there is one order, and no deadlock. Kernels run without the mutex in forward; replays hold it, one after the other.
+// Note [Locks]. Most ops, packs and unpacks come without the GIL, what a function in Python saves with it, perhaps from
+// several threads of autograd. The state of all steps is guarded by one mutex: a write in one step may have another one
+// replay. It is recursive, since Python may come back. Nobody waits for the mutex while holding the GIL; whoever holds the
+// mutex may wait for the GIL. So there is one order, and no deadlock. Kernels run without the mutex in forward; replays
+// hold it, one after the other.
 #pragma once
 
 #include "lanes.h"
