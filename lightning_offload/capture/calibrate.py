@@ -219,6 +219,11 @@ def share_lost(alone_seconds: float, overlapped_seconds: float, copy_seconds: fl
     return min(max(lost_seconds / copy_seconds, 0.0), 1.0) if copy_seconds > 0 else 0.0
 
 
+def copy_seconds(device: torch.device) -> float:
+    """What a copy costs the host beside its work, where Python asks for it."""
+    return _OVERHEAD_SECONDS + (_DRIVER_SECONDS if kind_of(device).has_streams else 0.0)
+
+
 def spec_of(device: torch.device, rates: LinkRates, *, copy_interference: float | None = None) -> DeviceSpec:
     """What a planner needs of a device whose links were measured: the rates of one direction at a time.
 
@@ -236,7 +241,7 @@ def spec_of(device: torch.device, rates: LinkRates, *, copy_interference: float 
         d2h_bytes_per_second=rates.d2h_bytes_per_second,
         h2d_bytes_per_second=rates.h2d_bytes_per_second,
         copy_interference=copy_interference,
-        overhead_seconds=_OVERHEAD_SECONDS + (_DRIVER_SECONDS if kind_of(device).has_streams else 0.0),
+        overhead_seconds=copy_seconds(device),
         disk_write_bytes_per_second=rates.disk_write_bytes_per_second or 0.0,
         disk_read_bytes_per_second=rates.disk_read_bytes_per_second or 0.0,
     )

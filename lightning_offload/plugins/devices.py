@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,14 @@ from torch import Tensor
 
 from lightning_offload.accelerators import KINDS, device_in_use, indexed, memory_of
 from lightning_offload.capture import spec_cache
-from lightning_offload.capture.calibrate import LinkRates, Transfer, measure_device, measure_transfers, spec_of
+from lightning_offload.capture.calibrate import (
+    LinkRates,
+    Transfer,
+    copy_seconds,
+    measure_device,
+    measure_transfers,
+    spec_of,
+)
 from lightning_offload.errors import SpillError, UnsupportedError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.plugins.inputs import flatten
@@ -84,7 +92,9 @@ def measure_spec(device: torch.device, tiers: Tiers, *, with_disk: bool) -> Devi
     is_usual = not tiers.host.is_pinning_refused  # else these rates are no property of the machine
     key = spec_cache.key_for(device, folder)
     spec = spec_cache.load(key) if is_usual else None
-    if spec is None:
+    if spec is not None:  # by a version that may have counted otherwise what is not measured
+        spec = dataclasses.replace(spec, overhead_seconds=copy_seconds(device))
+    else:
         num_bytes, spec = _measured_spec(device, tiers, with_disk=with_disk)
         if is_usual and num_bytes >= _LINK_BLOCK_BYTES:
             spec_cache.store(key, spec)

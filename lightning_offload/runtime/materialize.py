@@ -160,12 +160,16 @@ class Materializer:
         return storage
 
     def materialize_before_write(self, value: LiveValue) -> None:
-        """Have a value now, since it cannot be replayed any more; while replays are verified it may turn out lost."""
+        """Have a value now, since it cannot be replayed any more.
+
+        One that cannot be had any more, because of a write that nobody saw, is lost: who reads it is told, if anybody
+        does. The write is the program's, which plainly raises nothing.
+        """
         try:
             self._table.own(value, self.materialize(value))
-        except (ReplayError, StaleInputError) as error:
-            if self._verifier is None:
-                raise
+        except StaleInputError:
+            return  # it is for ever, and that is what a reader is told
+        except ReplayError as error:
             _log.debug("a value that a write made unreplayable is lost: %s", error)
         value.call = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -189,3 +190,40 @@ def test_plans_know_of_an_optimizer_that_steps_before_backward(wrap: Wrap, heigh
     assert raised_bytes == budget_bytes
     assert_same(trained_plainly(case.name).outcome, found.outcome)
     check_within(found.steps, budget_bytes, wrap)
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["backward-fails", "no-backward"])
+@pytest.mark.parametrize("engine", ["native", "python"])
+def test_weights_reloaded_before_backward_raise_where_they_do_plainly(
+    engine: str, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was recomputed from them is lost. Backward says so, as plainly; the writes of the next update do not."""
+    monkeypatch.setenv("LIGHTNING_OFFLOAD_ENGINE", engine)
+
+    def trained(memory: MemoryPlugin | None) -> tuple[list[int], list[Tensor]]:
+        torch.manual_seed(0)
+        layers = [layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1))]
+        model = nn.Sequential(*layers, nn.BatchNorm1d(32), nn.Linear(32, 32), nn.GELU())
+        good = {name: value.clone() for name, value in model.state_dict().items()}
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        failed = []
+        with memory or contextlib.nullcontext():
+            for number in range(9):
+                x = torch.randn(16, 32)
+                with memory.step(x) if memory is not None else contextlib.nullcontext():
+                    loss = model(x).square().mean()
+                if number in (5, 7):
+                    model.load_state_dict(good)
+                if fails or number not in (5, 7):
+                    try:
+                        loss.backward()
+                    except RuntimeError:
+                        failed.append(number)
+                optimizer.step()
+                optimizer.zero_grad()
+        return failed, [p.detach() for p in model.parameters()]
+
+    plainly_failed, expected = trained(None)
+    failed, found = trained(MemoryPlugin("1GiB", policy="all-recompute"))
+    assert failed == plainly_failed == ([5, 7] if fails else [])
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

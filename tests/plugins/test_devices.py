@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -87,6 +88,14 @@ def test_usual_blocks_are_remembered(full: Any, stored: list[DeviceSpec], tiers:
     asked = full(32 * MIB)
     spec = measure_spec(CPU, tiers, with_disk=True)
     assert (asked, stored) == ([(32, 32)], [spec])
+
+
+def test_what_is_not_measured_is_not_remembered(monkeypatch: pytest.MonkeyPatch, tiers: Tiers) -> None:
+    """A device that an earlier version measured counts the present one's host time of a copy."""
+    spec = nominal_spec(CPU)
+    earlier = dataclasses.replace(spec, overhead_seconds=1.0)
+    monkeypatch.setattr(spec_cache, "load", lambda key: earlier)
+    assert measure_spec(CPU, tiers, with_disk=False) == spec
 
 
 @pytest.mark.parametrize(("most", "asked"), [(8, [(32, 32), (8, 8)]), (2, [(32, 32), (8, 8), (2, 2)])])
