@@ -150,6 +150,8 @@ class Materializer:
             self._take(value, self._made(value))
             self.dismiss_visitors()
         if value.storage is None:
+            if not value.has_origin:
+                raise StaleInputError(_STALE)
             raise ReplayError("a saved tensor has neither device memory nor a host copy nor a recorded producer")
         return value.storage
 

@@ -227,3 +227,27 @@ def test_weights_reloaded_before_backward_raise_where_they_do_plainly(
     failed, found = trained(MemoryPlugin("1GiB", policy="all-recompute"))
     assert failed == plainly_failed == ([5, 7] if fails else [])
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("engine", ["native", "python"])
+def test_who_reads_what_a_write_out_of_sight_has_lost_is_told_why(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are written out of sight, then by an optimizer: backward names the cause, as after one write."""
+    monkeypatch.setenv("LIGHTNING_OFFLOAD_ENGINE", engine)
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.GELU())])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with MemoryPlugin("1GiB", policy="all-recompute", module=model) as memory:
+        for number in range(7):
+            x = torch.randn(16, 32)
+            with memory.step(x):
+                loss = model(x).square().mean()
+            if number < 6:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+        optimizer.step()
+        with pytest.raises(StaleInputError, match="out of sight of the step"):
+            loss.backward()
