@@ -158,6 +158,8 @@ class ModuleMemoryPlugin(MemoryPlugin):
         if wrapper is not None and wrapper not in self._wrappers:
             self._watch(wrapper)
         key = "training" if module.training else "evaluation"
+        if place := list(self._followed).index(id(module)) if id(module) in self._followed else 0:
+            key = f"{key} {place}"  # another model's forwards are others, of whatever sizes
         return self._steps.step(({key: inputs},), wrapper)
 
     def _watch(self, wrapper: DistributedDataParallel) -> None:

@@ -214,3 +214,26 @@ def test_refused(memory: ModuleMemoryPlugin) -> None:
     memory.follow(model)
     with pytest.raises(UnsupportedError, match="detach"):
         ModuleMemoryPlugin().follow(model)
+
+
+def test_models_of_one_plugin_that_are_given_as_much_are_told_apart() -> None:
+    """An actor and its critic, each called with one tensor: forwards are foreseen by who runs them, and planned."""
+    torch.manual_seed(0)
+    actor = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2), torch.nn.Tanh())
+    critic = torch.nn.Sequential(torch.nn.Linear(10, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    memory = ModuleMemoryPlugin("1GiB", policy="all-swap")
+    memory.follow(actor, critic)
+    try:
+        for number in range(16):
+            states, actions = torch.randn(32, 8), torch.rand(32, 2)
+            critic(torch.cat([states, actions], 1)).square().mean().backward()
+            is_planned = memory.phase == "planned"
+            critic.zero_grad()
+            (-critic(torch.cat([states, actor(states)], 1)).mean()).backward()
+            if number >= 8:
+                assert is_planned, number
+                assert memory.phase == "planned", number
+            actor.zero_grad()
+            critic.zero_grad()
+    finally:
+        memory.detach()
