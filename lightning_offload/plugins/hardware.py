@@ -136,7 +136,6 @@ class Hardware:
         self._refusals = self._refused_now()
         self._refused_demand: tuple[int, int] | None = None
         self._wanted: weakref.WeakKeyDictionary[object, Mapping[Tier, int]] = weakref.WeakKeyDictionary()
-        self._demand: tuple[int, int] | None = None
 
     def go_on_from(self, earlier: Hardware) -> None:
         """Serve the plans that were made for an earlier use of this device, which may have changed since it began.
@@ -232,8 +231,7 @@ class Hardware:
         Raises:
             SpillError: The disk has no room, and only disk may be used.
         """
-        if self._wanted.get(source) != layout.tier_bytes:
-            self._wanted[source], self._demand = layout.tier_bytes, None
+        self._wanted[source] = layout.tier_bytes
         try:
             has_room = self.tiers.prepare(*self._most())
         except SpillError as error:
@@ -248,11 +246,9 @@ class Hardware:
 
     def _most(self) -> tuple[int, int]:
         """Of host and disk, what any kind of step asks for."""
-        if self._demand is None:
-            wanted = list(self._wanted.values())
-            host_bytes = max((tiers.get("host", 0) for tiers in wanted), default=0)
-            self._demand = host_bytes, max((tiers.get("disk", 0) for tiers in wanted), default=0)
-        return self._demand
+        wanted = list(self._wanted.values())  # of those that live
+        host_bytes = max((tiers.get("host", 0) for tiers in wanted), default=0)
+        return host_bytes, max((tiers.get("disk", 0) for tiers in wanted), default=0)
 
     def observe(self, times: Mapping[Tier, LaneTimes]) -> None:
         """Merge what a measured step showed of the links."""

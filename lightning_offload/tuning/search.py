@@ -141,10 +141,8 @@ def find_batch_size(
         expected = clock() - began + _expected_seconds(size, trials, durations)
         if len(trials) >= (max_trials or (MAX_TRIALS if space.forecast is None else MAX_TRIALS_PREDICTED)):
             ended_by = "trials"
-        elif (
-            max_seconds is not None and trials and expected > max_seconds
-        ):  # without a trial there is nothing to choose
-            ended_by = "seconds"
+        elif max_seconds is not None and expected > max_seconds and any(trial.is_ok for trial in trials):
+            ended_by = "seconds"  # without one that fits there is nothing to choose
         if ended_by is not None:
             return replace(decide(space, trials, may_grow=False), ended_by=ended_by)
         return following if predict is None else replace(following, prediction=predict(size))

@@ -371,3 +371,16 @@ def test_ranks_of_this_host(
     monkeypatch.setattr(dist, "get_world_size", lambda: world)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
     assert num_local_ranks() == expected
+
+
+def test_a_class_of_others_before_ours_outlives_the_plugin() -> None:
+    """It cannot be taken off from below another one; what is left of it does nothing but what DDP does."""
+    model = DistributedDataParallel(net())
+    plugin = MemoryPlugin("1GiB", module=model, policy="all-swap")
+    with plugin:
+        model.__class__ = type("Theirs", (type(model),), {})  # before the first step, in which DDP lays out its buckets
+        x = torch.ones(3, 10)
+        with plugin.step(x):
+            model(x).sum().backward()
+    for _ in range(3):
+        train(model)

@@ -211,9 +211,19 @@ def test_room_for_every_kind_of_step(tmp_path: Path) -> None:
     use = found.use()
     assert (use.host_bytes, use.disk_bytes, use.pinned_bytes) == (2 * MIB, 3 * MIB, 0)
     assert (use.host_peak_bytes, use.disk_peak_bytes, found.version) == (0, 0, 0)
+    found.tiers.close()
+
+
+def test_room_of_a_kind_of_step_that_is_gone_is_given_back(tmp_path: Path) -> None:
+    """Those that are left ask for what they did, and there is no more."""
+    found = made(host_budget="64MiB", spill_dir=tmp_path)
+    kinds = [Recorded(), Recorded()]
+    assert found.prepare(kinds[1], layout(host=MIB, disk=MIB))
+    assert found.prepare(kinds[0], layout(host=32 * MIB, disk=3 * MIB))
+    assert (found.use().host_bytes, found.use().disk_bytes) == (32 * MIB, 3 * MIB)
     del kinds[0]
-    assert found.prepare(kinds[0], layout(host=2 * MIB, disk=MIB))
-    assert found.use().disk_bytes < 3 * MIB  # which nobody asks for any more
+    assert found.prepare(kinds[0], layout(host=MIB, disk=MIB))
+    assert (found.use().host_bytes, found.use().disk_bytes) == (MIB, MIB)
     found.tiers.close()
 
 

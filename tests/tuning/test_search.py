@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from typing import Any
 
@@ -238,6 +239,18 @@ def test_what_is_known_of_sizes_that_are_not_allowed(is_predicted: bool) -> None
     assert (found.largest, found.smallest_failing) == (64, 100)
     late = find_batch_size(machine.run, Space(low=16, high=32), max_seconds=1e-9, clock=machine.clock, **arguments)
     assert len(late.trials) == 4, "the first of the sizes that are allowed is tried whatever it takes"
+
+
+def test_time_is_up_once_a_size_fits() -> None:
+    """Where the sizes that are known do not fit there is nothing to choose: trials go on until one does."""
+    machine = FakeMachine(curve=saturating(20), edge=80, noise=0.0)
+    known, seconds = [machine.run(size) for size in (4096, 1024)], itertools.count()
+    assert not any(trial.is_ok for trial in known)
+    found = find_batch_size(
+        machine.run, Space(high=4096, start=64), max_seconds=0.5, clock=lambda: float(next(seconds)), known=known
+    )
+    assert (found.batch_size, found.ended_by) == (64, "seconds")
+    assert len(found.trials) == 3
 
 
 def test_starts_where_asked_and_shrinks_if_it_does_not_fit() -> None:
