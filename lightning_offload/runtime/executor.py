@@ -75,6 +75,7 @@ from lightning_offload.runtime.values import (
 )
 from lightning_offload.runtime.verifier import Verifier
 from lightning_offload.runtime.write_barrier import WriteBarrier, count_writes
+from lightning_offload.tensors import compiled_code
 from lightning_offload.tensors.geometry import Geometry
 from lightning_offload.tensors.observer import StepObserver
 from lightning_offload.tensors.op_facts import (
@@ -446,8 +447,10 @@ class StepExecutor:
     # ---- saved tensors
 
     @dynamo_disabled
-    def pack(self, tensor: Tensor) -> Handle | Held:
+    def pack(self, tensor: Tensor) -> Handle | Held | Tensor:
         """Take a tensor that autograd saves; what is returned stands for it until it is unpacked."""
+        if compiled_code.is_being_traced():
+            return tensor.detach()  # the trace's own, with the very ops that make it
         if self._holds:
             return self._hold(tensor)
         index, noop = self._num_packs, self._noop_packs
@@ -463,7 +466,7 @@ class StepExecutor:
         finally:
             bypass_mode.depth -= 1
 
-    def _hold(self, tensor: Tensor) -> Handle | Held:
+    def _hold(self, tensor: Tensor) -> Handle | Held | Tensor:
         """Keep a tensor in a step that keeps everything; held itself only without a graph."""
         saved, plain = as_saved(tensor)
         follower = self._follower
@@ -631,7 +634,7 @@ class StepExecutor:
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     @dynamo_disabled
-    def unpack(self, packed: Handle | Held) -> Tensor:
+    def unpack(self, packed: Handle | Held | Tensor) -> Tensor:
         """Give a saved tensor back.
 
         Raises:
@@ -641,6 +644,8 @@ class StepExecutor:
         """
         if isinstance(packed, tuple):
             return self._give_back(*packed)
+        if isinstance(packed, Tensor):
+            return packed
         handle = packed
         with self._lock, DisableTorchFunction():
             kept = handle.kept

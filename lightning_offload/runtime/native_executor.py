@@ -34,7 +34,7 @@ from lightning_offload.runtime.program import Program
 from lightning_offload.runtime.sight import core_on
 from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.runtime.values import Handle, LiveValue, ValueTable, raise_modified
-from lightning_offload.tensors import modes
+from lightning_offload.tensors import compiled_code, modes
 from lightning_offload.tensors.op_facts import as_saved
 
 _MADE, _EXTERNAL = 1, 2  # flags of packs
@@ -136,14 +136,16 @@ class NativeExecutor(StepExecutor):
 
     @override
     @dynamo_disabled
-    def pack(self, tensor: Tensor) -> Handle:
+    def pack(self, tensor: Tensor) -> Handle | Tensor:
+        if compiled_code.is_being_traced():
+            return tensor.detach()
         handle: Handle = self._step.pack(tensor)
         return handle
 
     @override
     @dynamo_disabled
     def unpack(self, packed: Any) -> Tensor:
-        tensor: Tensor = self._step.unpack(packed)
+        tensor: Tensor = packed if isinstance(packed, Tensor) else self._step.unpack(packed)
         return tensor
 
     @override

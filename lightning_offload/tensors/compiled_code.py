@@ -63,7 +63,15 @@ def _num_ways() -> int:
 
 def is_being_made() -> bool:
     """Whether this thread compiles now, as it does for the first backward of a region: what runs is no part of it."""
-    return getattr(_COMPILING, "compile_context", None) is not None
+    return getattr(_COMPILING, "compile_context", None) is not None or is_being_traced()
+
+
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+
+
+def is_being_traced() -> bool:
+    """Whether this thread traces now, as operators of higher order do with the gradient of what they are given."""
+    return torch._C._len_torch_dispatch_stack() > 0 and torch._C._get_dispatch_mode(_PROXY) is not None
 
 
 def is_inspecting() -> bool:

@@ -10,6 +10,7 @@
 
 #include <ATen/SavedTensorHooks.h>
 #include <c10/core/SafePyObject.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
@@ -120,6 +121,9 @@ struct Engine final : autograd::Engine {
       const auto& state = at::SavedTensorDefaultHooks::get_tls_state();
       if (state.stack.empty() || state.is_tracing) {
         return nullptr;
+      }
+      if (c10::impl::TorchDispatchModeTLS::get_mode(c10::impl::TorchDispatchModeKey::PROXY)) {
+        return nullptr;  // an operator of higher order has a gradient traced: what that saves is its own
       }
       PyObject* const top = state.stack.top().first.ptr(getPyInterpreter());
       if (PyMethod_Check(top)) {
